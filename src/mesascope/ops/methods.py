@@ -1,0 +1,103 @@
+"""The ways to compute the mesa operation, each with the options that are its own."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """One dense solve per time step: the definition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recursive:
+    """The paper's Sherman–Morrison scan.
+
+    Attributes:
+        backward: `"closed_form"` solves the adjoint problem with the same scan. `"reverse_time"` is the
+            paper's: it stores only the last inverse and runs the recursion backwards. Its error grows with
+            λ‖k‖² (float32: useless beyond about 100), and it takes neither `beta` nor `segment_ids`.
+    """
+
+    backward: Literal["closed_form", "reverse_time"] = "closed_form"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunked:
+    """Whitened keys and innovations, walking over chunks with a square-root state: the default.
+
+    Attributes:
+        chunk_size: tokens per chunk; by default no more than the key width, which is where it is accurate.
+    """
+
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The same with every chunk's initial state from prefix sums: no loop over chunks.
+
+    More work, but all of it parallel, and sequences can be sharded over devices. Where keys are nearly rank
+    deficient and λ is large it is up to ten times less accurate than `Chunked`. With `log_decay`, keep the
+    decay within a chunk moderate (a smaller `chunk_size`): there is no fallback here.
+    """
+
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neumann:
+    """The paper's truncated series, scaled so that it converges; approximate.
+
+    Attributes:
+        steps: terms beyond the first.
+        precompute: form every H_t once (T·d² numbers) instead of applying K Kᵀ anew each step.
+    """
+
+    steps: int = 32
+    precompute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chebyshev:
+    """The truncated Chebyshev iteration; approximate, and far better than `Neumann` at equal steps."""
+
+    steps: int = 32
+    precompute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConjugateGradients:
+    """Conjugate gradients for all time steps at once, to a tolerance.
+
+    Attributes:
+        tolerance: relative residual at which to stop; by default 1e-6 in float32, 1e-12 in float64.
+        max_steps: by default twice the key width plus 20.
+    """
+
+    tolerance: float | None = None
+    max_steps: int | None = None
+
+
+Method = Reference | Recursive | Chunked | Prefix | Neumann | Chebyshev | ConjugateGradients
+
+NAMED: dict[str, Method] = {
+    "reference": Reference(),
+    "recursive": Recursive(),
+    "chunked": Chunked(),
+    "prefix": Prefix(),
+    "neumann": Neumann(),
+    "chebyshev": Chebyshev(),
+    "cg": ConjugateGradients(),
+}
+
+
+def resolve(method: str | Method, *, whitening_applies: bool) -> Method:
+    """Turn a name into a method; `"auto"` picks the fastest exact one for the problem."""
+    if isinstance(method, Method):
+        return method
+    if method == "auto":
+        return Chunked() if whitening_applies else ConjugateGradients()
+    if isinstance(method, str) and method in NAMED:
+        return NAMED[method]
+    raise ValueError(f"method: expected 'auto', {', '.join(map(repr, NAMED))} or a Method, got {method!r}.")

@@ -1,0 +1,33 @@
+"""The examples run as printed, and learn."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "factor"), [("equinox_training", "equinox", 3), ("flax_training", "flax", 5)]
+)
+def test_loss_falls(name, package, factor, capsys):
+    pytest.importorskip(package)
+    module = load(name)
+    assert capsys.readouterr().out == "", "importing an example must not run it"
+    # As a user's process has it, not as strict as the tests'.
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        first, last = module.main(steps=150)
+    assert last < first / factor
+    # Less than half of what the best guess that ignores the past of a sequence would pay.
+    assert last < 0.5
+    assert "loss" in capsys.readouterr().out
