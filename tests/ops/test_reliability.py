@@ -235,6 +235,7 @@ def test_double_differentiation(method):
     a = draw(lead=(), time=7, key=3, value=2)
     direction = draw(lead=(), time=7, key=3, value=2, seed=1)
 
+    @jax.jit
     def slope(a):
         gradient = jax.grad(lambda a: jnp.sum(jnp.sin(mesa_attention(**a, method=method))))(a)
         return sum(jnp.vdot(gradient[n], direction[n]) for n in gradient)
@@ -244,7 +245,7 @@ def test_double_differentiation(method):
             slope(a | {name: a[name].at[index].add(h)}) - slope(a | {name: a[name].at[index].add(-h)})
         ) / (2 * h)
 
-    second = jax.grad(slope)(a)
+    second = jax.jit(jax.grad(slope))(a)
     for name, index in (("keys", (2, 1)), ("values", (3, 0)), ("queries", (6, 2)), ("lam", (1,))):
         assert abs(float(second[name][index]) - float(numeric(name, index))) < 1e-6, name
 

@@ -32,7 +32,7 @@ from mesascope.ops.chunks import (
     split,
     sum_to_end,
 )
-from mesascope.ops.factor import lower_blocks, matmul, platform_whitening, transpose, whitening
+from mesascope.ops.factor import at_most_one, lower_blocks, matmul, platform_whitening, transpose, whitening
 from mesascope.ops.gradients import with_closed_form
 
 
@@ -77,11 +77,34 @@ class _Saved(NamedTuple):
 def default_chunk_size(time: int, key: int, decays: bool) -> int:
     """Chunks hardly longer than the keys are wide (the error grows beyond that), evenly filled.
 
-    A GPU prefers fewer, larger ones. Forgetting narrows the range of weights within a chunk.
+    Forgetting narrows what a chunk may span; a GPU prefers fewer, larger ones.
     """
     longest = 16 if decays else 64 if jax.default_backend() == "gpu" else 32
     longest = max(1, min(key + key // 4, longest, time))
     return -(-time // -(-time // longest))
+
+
+# Beyond this R_ii |k|² (in float32) one more pair cannot be told from rounding error.
+_CONDITION = {"float32": 4e6, "float64": 1e15}
+
+
+def largest_covariance(keys: Array, beta: Array | None) -> Float[Array, " batch"]:
+    """A bound for the entries of R beyond which the regularizer is too weak to matter in this precision."""
+    energy = jnp.sum(keys * keys, -1)
+    energy = jnp.max(energy if beta is None else beta * energy, -1)
+    limit = _CONDITION[str(keys.dtype)]
+    return jax.lax.stop_gradient(jnp.minimum(limit / jnp.maximum(energy, 1e-30), 1e30))
+
+
+def well_conditioned(seq: Sequence) -> Sequence:
+    """Bound λ and the incoming state where 1/R would drown in rounding errors; elsewhere change nothing."""
+    largest = largest_covariance(seq.keys, seq.beta)
+    factor = seq.factor
+    if factor is not None:
+        size = jnp.max(jnp.sum(factor * factor, -1), -1)
+        shrink = jnp.sqrt(jnp.minimum(largest / jnp.maximum(size, 1e-30), 1))
+        factor = jax.lax.stop_gradient(shrink)[:, None, None] * factor
+    return seq._replace(lam=jnp.minimum(seq.lam, largest[:, None]), factor=factor)
 
 
 def _pair_weights(beta: Array | None, at: Chunks) -> Array | None:
@@ -133,9 +156,7 @@ def _whiten(
     return mt, e, transpose(g_inverse), jnp.concatenate([minus_n, e], -1)
 
 
-def _rows_at_once() -> int:
-    """How many rows to factor in one go: fewer are more accurate, more are faster on a GPU."""
-    return 32 if jax.default_backend() == "gpu" else 16
+_ROWS_AT_ONCE = 16  # and no more than keys are wide: fewer are more accurate, more are faster
 
 
 def _white_rows(b: Array, together: Array | None, whiten: Callable) -> tuple[Array, Array, Array]:
@@ -149,11 +170,11 @@ def _white_rows(b: Array, together: Array | None, whiten: Callable) -> tuple[Arr
         together: which rows belong to the same run; others do not meet.
     """
     n = b.shape[-2]
-    if n <= _rows_at_once():
+    if n <= min(_ROWS_AT_ONCE, b.shape[-1]):
         gram = matmul(b, transpose(b))
         gram = gram if together is None else jnp.where(together, gram, 0.0)
         _, g_inverse, one_plus_g_inverse = whiten(gram + jnp.eye(n, dtype=b.dtype))
-        return g_inverse, one_plus_g_inverse, matmul(g_inverse, b)
+        return g_inverse, one_plus_g_inverse, at_most_one(matmul(g_inverse, b))
     half = -(-n // 2)
     first, last = slice(0, half), slice(half, n)
 
@@ -167,23 +188,28 @@ def _white_rows(b: Array, together: Array | None, whiten: Callable) -> tuple[Arr
     i2, j2, m2 = _white_rows(b[..., last, :] - matmul(g21, n1), parts[1], whiten)
     m2 = m2 - matmul(meeting(matmul(m2, transpose(n1))), m1)  # back to the coordinates of B
     return (
-        lower_blocks(i1, -matmul(i2, matmul(g21, i1)), i2),
-        lower_blocks(j1, -matmul(j2, matmul(g21, j1)), j2),
-        jnp.concatenate([m1, m2], -2),
+        lower_blocks(i1, at_most_one(-matmul(i2, matmul(g21, i1))), i2),
+        lower_blocks(j1, at_most_one(-matmul(j2, matmul(g21, j1))), j2),
+        jnp.concatenate([m1, at_most_one(m2)], -2),
     )
 
 
-def _advance(at: Chunks, state: Array, fresh: Array, mt: Array, change: Array) -> Array:
-    """The state that the chunk hands on."""
+def _advance(
+    at: Chunks, state: Array, lost: Array, fresh: Array, mt: Array, change: Array
+) -> tuple[Array, Array]:
+    """The state that the chunk hands on, and what rounding lost of it (added back with the next change)."""
     if at.through is not None and at.last is not None:
         state = jnp.where(at.through[..., None, None], state, fresh)
+        lost = jnp.where(at.through[..., None, None], lost, 0.0)
         mt = jnp.where(at.last[..., None, :], mt, 0.0)
-    state = state + matmul(mt, change)
+    change = matmul(mt, change) + lost
+    new = state + change
+    lost = change - (new - state)
     if at.total is not None:
-        d = state.shape[-2]
         growth = jnp.exp(-0.5 * at.total)[..., None, None]
-        state = state * jnp.where(jnp.arange(state.shape[-1]) < d, growth, 1.0)
-    return state
+        growth = jnp.where(jnp.arange(new.shape[-1]) < new.shape[-2], growth, 1.0)
+        new, lost = new * growth, lost * growth
+    return new, lost
 
 
 def _per_chunk(at: Chunks) -> Chunks:
@@ -203,14 +229,16 @@ def _walk(
     """The loop over chunks: outputs, what the backward pass needs, and the final [F | Φᵀ]."""
     fresh, start = _start(seq)
 
-    def body(state, x):
+    def body(carry, x):
+        state, lost = carry
         q, k, v, w, here = x
         here = here if at.carried is not None else here._replace(causal=at.causal)
         mt, e, g_inverse_t, change = _whiten(k, v, w, here, state, seq.lam, platform_whitening)
         saved = _Saved(mt, e, g_inverse_t, state)
-        return _advance(here, state, fresh, mt, change), (_attend(q, here, saved), saved)
+        return _advance(here, state, lost, fresh, mt, change), (_attend(q, here, saved), saved)
 
-    state, (out, saved) = scan_chunks(body, start, (q, k, v, w, _per_chunk(at)))
+    carry = (start, jnp.zeros_like(start))
+    (state, _), (out, saved) = scan_chunks(body, carry, (q, k, v, w, _per_chunk(at)))
     return out, saved, state
 
 
@@ -309,7 +337,7 @@ def _backward(
         scanned = (chunk._replace(at=_per_chunk(at)), at.step(chunk.k))
         return scan_chunks(body, start, scanned, reverse=True)
 
-    if parallel:
+    if parallel or size < 8:  # many short chunks: a tree of sums rounds better than a chain
         (gram, moment), gradients = all_at_once(chunk, start)
     else:  # on a CPU one chunk at a time stays in cache; a GPU wants them all
         (gram, moment), gradients = jax.lax.platform_dependent(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from mesascope.ops.chunked import Plan, Sequence, default_chunk_size, whitened
+from mesascope.ops.chunked import Plan, Sequence, default_chunk_size, well_conditioned, whitened
 from mesascope.ops.factor import matmul, platform_whitening, transpose
 from mesascope.ops.iterative import chebyshev, conjugate_gradients, neumann
 from mesascope.ops.linear import delta_chunked, linear_chunked
@@ -141,8 +141,13 @@ def mesa_attention(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or sign, or the method cannot do what is
-            asked. With the decayed regularizer, directions that no key excites grow as $\lambda / \prod\gamma$:
-            once that passes 1e38 the exact answer overflows float32 and so does this.
+            asked.
+
+    Note:
+        Where $\lambda\lVert k\rVert^2$ exceeds 4e6 (in float32; 1e15 in float64) the regularizer is lost in
+        rounding errors; the whitening methods lower $\lambda$ to that. With the decayed regularizer, directions
+        that no key excites grow as $\lambda / \prod\gamma$: once that passes 1e38 the exact answer overflows
+        float32, and so does this.
     """
     if regularizer not in ("decayed", "constant"):
         raise ValueError(f"regularizer: expected 'decayed' or 'constant', got {regularizer!r}.")
@@ -197,7 +202,8 @@ def _whitening_method(
         inputs.queries, inputs.keys, inputs.values, inputs.lam,
         inputs.log_decay, inputs.beta, inputs.runs, **state,
     )  # fmt: skip
-    out, final = whitened(Plan(size, isinstance(method, Prefix), want_state), sequence)
+    plan = Plan(size, isinstance(method, Prefix), want_state)
+    out, final = whitened(plan, well_conditioned(sequence))
     return out, None if final is None else MesaState(*final)
 
 
