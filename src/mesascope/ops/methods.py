@@ -60,7 +60,7 @@ class Neumann:
 
 @dataclass(frozen=True, kw_only=True)
 class Chebyshev:
-    """The truncated Chebyshev iteration; approximate; better than `Neumann` at equal steps, the more so the more steps."""
+    """The truncated Chebyshev iteration: approximate, and better than `Neumann` at equal steps."""
 
     steps: int = 32
     precompute: bool = False
