@@ -38,7 +38,7 @@ class Prefix:
     """The same with every chunk's initial state from prefix sums: no loop over chunks.
 
     More work, but all of it parallel, and sequences can be sharded over devices. Where keys are nearly rank
-    deficient and λ is large it is up to ten times less accurate than `Chunked`. With `log_decay`, keep the
+    deficient and λ is large it is less accurate than `Chunked`. With `log_decay`, keep the
     decay within a chunk moderate (a smaller `chunk_size`): there is no fallback here.
     """
 
