@@ -1,6 +1,17 @@
-"""Strict arithmetic for every test: float64 available, no silent dtype promotion."""
+"""Strict arithmetic for every test: float64 available, no silent dtype promotion.
+
+Most of the time goes into compiling, so programs are compiled with few optimizations, except in the modules that
+say `OPTIMIZED = True`: those that measure rounding errors or run the programs that users run.
+"""
 
 import jax
+import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_quickly(request):
+    quickly = not getattr(request.module, "OPTIMIZED", False)
+    jax.config.update("jax_disable_most_optimizations", quickly)

@@ -6,12 +6,15 @@ take hours, it is the library in float64, which is compared with them below.
 """
 
 import itertools
+import random
 
 import jax
 import numpy as np
 import pytest
 
 from mesascope.bench import errors, exact64, in_groups, relative_error, sequences
+
+OPTIMIZED = True
 
 KINDS = ("gaussian", "unit", "dynamics", "deficient")
 LAMS = (1e-2, 1.0, 10.0, 1e3)
@@ -33,21 +36,34 @@ def check(kind, lam, time, width):
     truth = exact(inputs, lam)
     ours, classical = (errors(name, inputs, lam, truth) for name in (OURS, CLASSICAL))
     for name, error, base in zip(NAMES, ours, classical, strict=True):
+        base = np.inf if np.isnan(base) else base  # the classical recursion can fail altogether; ours may not
+        assert np.isfinite(error)
         assert error <= max(4 * base, 2e-6), f"{kind} λ={lam} {name}: {error:.1e}, classical {base:.1e}"
     if kind == "unit" and lam <= 10:
         assert max(ours) <= 1e-5, ours
 
 
-# Every case of a shape in one test: a shape compiles once.
+CELLS = list(itertools.product(KINDS, LAMS))
 SHAPES = list(itertools.product(TIMES, WIDTHS))
-FAST = [(1, 1), (2, 20), (63, 20), (64, 64), (100, 20), (1024, 1)]
+# The fast tier: two corners in full, and a random sample of the shapes that take seconds.
+CORNERS = {(1, 1): CELLS, (100, 20): CELLS}
+_rng = random.Random(0)
+_affordable = [s for s in SHAPES if s[0] * s[1] ** 2 <= 1024 * 64**2 and s not in CORNERS]
+SAMPLE = {shape: _rng.sample(CELLS, 5) for shape in sorted(_rng.sample(_affordable, 5))}
 
 
-@pytest.mark.parametrize(
-    ("time", "width"), [pytest.param(*s, marks=() if s in FAST else pytest.mark.slow) for s in SHAPES]
-)
+@pytest.mark.parametrize("shape", [*CORNERS, *SAMPLE])
+def test_at_most_four_times_the_classical_error_in_a_sample(shape):
+    for kind, lam in (CORNERS | SAMPLE)[shape]:
+        check(kind, lam, *shape)
+
+
+# Every case of a shape in one test: a shape compiles once.
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize(("time", "width"), SHAPES)
 def test_at_most_four_times_the_classical_error(time, width):
-    for kind, lam in itertools.product(KINDS, LAMS):
+    for kind, lam in CELLS:
         check(kind, lam, time, width)
 
 
@@ -55,7 +71,7 @@ def test_at_most_four_times_the_classical_error(time, width):
 @pytest.mark.parametrize(("time", "width"), SHAPES)
 def test_the_same_on_a_gpu_with_default_matmul_settings(time, width):
     assert jax.default_backend() == "gpu"
-    for kind, lam in itertools.product(KINDS, LAMS):
+    for kind, lam in CELLS:
         check(kind, lam, time, width)
 
 

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from mesascope import delta_attention, intention, linear_attention, mesa_attention, mesa_init, mesa_step
+from mesascope import delta_attention, intention, linear_attention, mesa_init, mesa_step
+from mesascope import mesa_attention as eager
 from tests.helpers import assert_close, draw, rls
+
+# One compilation instead of one for each operation.
+mesa_attention = jax.jit(eager, static_argnames=("method", "regularizer", "return_state"))
 
 EXACT = ("reference", "recursive", "chunked", "prefix", "cg")
 

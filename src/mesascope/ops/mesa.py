@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from mesascope.ops.chunked import Plan, Sequence, default_chunk_size, well_conditioned, whitened
-from mesascope.ops.factor import matmul, platform_whitening, transpose
+from mesascope.ops.factor import inverse_cholesky, matmul, transpose
 from mesascope.ops.iterative import chebyshev, conjugate_gradients, neumann
 from mesascope.ops.linear import delta_chunked, linear_chunked
 from mesascope.ops.methods import (
@@ -144,10 +144,10 @@ def mesa_attention(
             asked.
 
     Note:
-        Where $\lambda\lVert k\rVert^2$ exceeds 4e6 (in float32; 1e15 in float64) the regularizer is lost in
+        Where $\lambda\lVert k\rVert^2$ exceeds 1e6 (in float32; 5e14 in float64) the regularizer is lost in
         rounding errors; the whitening methods lower $\lambda$ to that. With the decayed regularizer, directions
         that no key excites grow as $\lambda / \prod\gamma$: once that passes 1e38 the exact answer overflows
-        float32, and so does this.
+        float32, and so does this. Long before, where $k^\top R k > $ 2e6, `chunked` weights a pair less.
     """
     if regularizer not in ("decayed", "constant"):
         raise ValueError(f"regularizer: expected 'decayed' or 'constant', got {regularizer!r}.")
@@ -347,7 +347,7 @@ def _ridge_solve(gram: Array, ridge: Array, rhs: Array) -> Array:
     """(gram + diag ridge)⁻¹ rhs for a positive semidefinite gram."""
     scale = 1 / jnp.sqrt(ridge)[..., None]
     eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    _, inverse, _ = platform_whitening(eye + scale * gram * transpose(scale))
+    inverse = inverse_cholesky(eye + scale * gram * transpose(scale))
     return scale * matmul(transpose(inverse), matmul(inverse, scale * rhs))
 
 
