@@ -33,9 +33,8 @@ from mesascope.ops.sequence import TIMED, Saved, Sequence, pair_weights, per_chu
 def default_chunk_size(time: int, key: int, decays: bool) -> int:
     """About as many tokens as keys are wide, on a GPU more, evenly filled; fewer where forgetting narrows them."""
     longest = 16 if decays else 64 if jax.default_backend() == "gpu" else min(max(key, 16), 32)
-    longest = (
-        min(longest, 4 * key) if key > 1 else 1
-    )  # many pairs for few channels: ∂k loses digits, at one channel most
+    # Where many pairs meet in few channels, above all in one, ∂k loses digits.
+    longest = min(longest, 4 * key if key > 1 else 2)
     return -(-time // -(-time // longest))
 
 
