@@ -38,9 +38,9 @@ class Chunked:
 class Prefix:
     """The same with every chunk's initial state from prefix sums: no loop over chunks.
 
-    More work, but all of it parallel, and sequences can be sharded over devices. Where keys are nearly rank
-    deficient and λ is large it is less accurate than `Chunked`. With `log_decay`, keep the
-    decay within a chunk moderate (a smaller `chunk_size`): there is no fallback here.
+    More work, but all of it parallel, and sequences can be sharded over devices. At large λ‖k‖² it is less accurate
+    than `Chunked`, much less where keys are nearly rank deficient or a chunk holds fewer than they are wide. With
+    `log_decay`, keep the decay within a chunk moderate (a smaller `chunk_size`): there is no fallback here.
     """
 
     chunk_size: int | None = None
