@@ -7,6 +7,8 @@ from types import ModuleType
 import jax
 import pytest
 
+OPTIMIZED = True
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

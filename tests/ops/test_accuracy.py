@@ -31,13 +31,13 @@ def exact(inputs, lam):
     return in_groups(OURS, *(a.astype(np.float64) for a in (q, k, v)), lam, g.astype(np.float64))
 
 
-def check(kind, lam, time, width):
+def assert_within_bound(kind, lam, time, width):
     inputs = sequences(16, time, width, kind=kind)
     truth = exact(inputs, lam)
     ours, classical = (errors(name, inputs, lam, truth) for name in (OURS, CLASSICAL))
     for name, error, base in zip(NAMES, ours, classical, strict=True):
-        base = np.inf if np.isnan(base) else base  # the classical recursion can fail altogether; ours may not
-        assert np.isfinite(error)
+        # The classical recursion's gradient can be NaN; then its worst finite error is the measure.
+        base = np.nanmax(classical) if np.isnan(base) else base
         assert error <= max(4 * base, 2e-6), f"{kind} λ={lam} {name}: {error:.1e}, classical {base:.1e}"
     if kind == "unit" and lam <= 10:
         assert max(ours) <= 1e-5, ours
@@ -52,10 +52,10 @@ _affordable = [s for s in SHAPES if s[0] * s[1] ** 2 <= 1024 * 64**2 and s not i
 SAMPLE = {shape: _rng.sample(CELLS, 5) for shape in sorted(_rng.sample(_affordable, 5))}
 
 
-@pytest.mark.parametrize("shape", [*CORNERS, *SAMPLE])
+@pytest.mark.parametrize("shape", [*CORNERS, *SAMPLE], ids=str)
 def test_at_most_four_times_the_classical_error_in_a_sample(shape):
     for kind, lam in (CORNERS | SAMPLE)[shape]:
-        check(kind, lam, *shape)
+        assert_within_bound(kind, lam, *shape)
 
 
 # Every case of a shape in one test: a shape compiles once.
@@ -64,7 +64,7 @@ def test_at_most_four_times_the_classical_error_in_a_sample(shape):
 @pytest.mark.parametrize(("time", "width"), SHAPES)
 def test_at_most_four_times_the_classical_error(time, width):
     for kind, lam in CELLS:
-        check(kind, lam, time, width)
+        assert_within_bound(kind, lam, time, width)
 
 
 @pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_at_most_four_times_the_classical_error(time, width):
 def test_the_same_on_a_gpu_with_default_matmul_settings(time, width):
     assert jax.default_backend() == "gpu"
     for kind, lam in CELLS:
-        check(kind, lam, time, width)
+        assert_within_bound(kind, lam, time, width)
 
 
 @pytest.mark.parametrize(

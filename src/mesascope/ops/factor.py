@@ -29,12 +29,13 @@ def _diagonal(a: Array) -> Array:
 def orthonormal_rows(
     b: Float[Array, "*batch n d"], together: Bool[Array, "*batch n n"] | None = None
 ) -> tuple[Float[Array, "*batch n n"], Float[Array, "*batch n d"]]:
-    r"""$G^{-1}$ and $G^{-1}B$ for $I + BB^\top = GG^\top$, as accurate as an orthogonal factorization.
+    r"""$G^{-1}$ and $G^{-1}B$ for $I + BB^\top = GG^\top$, more accurate than the factorization alone.
 
     $G^{-1}[I\,|\,B]$ has orthonormal rows. A Cholesky factorization of $I + BB^\top$ delivers them with an error of
     $\varepsilon\lVert B\rVert^2$. Normalizing the rows, and one round of Gram–Schmidt in matrix products, leaves its
     square (and $\varepsilon\lVert B\rVert$, to which B itself is known). With overlaps $I + c + c^\top$, that round
     multiplies by $(I + c)^{-1}$ and leaves $I - (I+c)^{-1}cc^\top(I+c)^{-\top} \preceq I$: never longer than one.
+    Where c is not small (float32: 40 rows of rank 3 and length 500) one round is not enough; the rows stay short.
 
     Args:
         together: which rows belong to the same run; others do not meet.

@@ -147,7 +147,7 @@ def mesa_attention(
         Where $\lambda\lVert k\rVert^2$ exceeds 1e6 (in float32; 5e14 in float64) the regularizer is lost in
         rounding errors; the whitening methods lower $\lambda$ to that. With the decayed regularizer, directions
         that no key excites grow as $\lambda / \prod\gamma$: once that passes 1e38 the exact answer overflows
-        float32, and so does this. Long before, where $k^\top R k > $ 2e6, `chunked` weights a pair less.
+        float32, and so does this. Long before, where $k^\top R k > $ 2e6, the whitening methods weight a pair less.
     """
     if regularizer not in ("decayed", "constant"):
         raise ValueError(f"regularizer: expected 'decayed' or 'constant', got {regularizer!r}.")
