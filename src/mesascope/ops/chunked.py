@@ -27,15 +27,21 @@ from mesascope.ops.chunks import Chunks, describe, join, keep, recurrence, scan_
 from mesascope.ops.duals import Adjoint, backward
 from mesascope.ops.factor import inverse_cholesky, lower_inverse, matmul, orthonormal_rows, transpose
 from mesascope.ops.gradients import with_closed_form
-from mesascope.ops.sequence import TIMED, Saved, Sequence, pair_weights, per_chunk, scaled
+from mesascope.ops.sequence import TIMED, Saved, Sequence, State, pair_weights, per_chunk, scaled
 
 
-def default_chunk_size(time: int, key: int, decays: bool) -> int:
-    """About as many tokens as keys are wide, on a GPU more, evenly filled; fewer where forgetting narrows them."""
-    longest = 16 if decays else 64 if jax.default_backend() == "gpu" else min(max(key, 16), 32)
+def default_chunk_size(time: int, key: int, decays: bool, parallel: bool) -> int:
+    """About as many tokens as keys are wide, on a GPU more; evenly filled; fewer where forgetting narrows them."""
+    if decays:
+        longest = 16
+    elif parallel:  # H = R⁻¹ between chunks is known to ε‖H‖ only: let them fill it
+        longest = min(max(2 * key, 16), 128)
+    else:
+        longest = 64 if jax.default_backend() == "gpu" else min(max(key, 16), 32)
     # Where many pairs meet in few channels, above all in one, ∂k loses digits.
     longest = min(longest, 4 * key if key > 1 else 2)
-    return -(-time // -(-time // longest))
+    whole = [size for size in range(-(-longest // 2), longest + 1) if time % size == 0]  # no padding
+    return max(whole, default=-(-time // -(-time // longest)))
 
 
 def _largest_energy(dtype: Any) -> float:
@@ -62,29 +68,21 @@ def well_conditioned(seq: Sequence) -> Sequence:
     return seq._replace(lam=jnp.minimum(seq.lam, largest[:, None]), factor=factor)
 
 
-def _start(seq: Sequence) -> tuple[Array, Array]:
-    """The state [F | Φᵀ] of a fresh run, [diag √λ | 0], and the one that the sequence begins with."""
+def _start(seq: Sequence) -> tuple[State, State]:
+    """The state of a fresh run, (diag √λ, 0), and the one that the sequence begins with."""
     batch, _, d = seq.keys.shape
     factor = jnp.sqrt(seq.lam)[..., None] * jnp.eye(d, dtype=seq.keys.dtype)
-    fresh = jnp.concatenate([factor, jnp.zeros((batch, d, seq.values.shape[-1]), factor.dtype)], -1)
+    fresh = State(factor, jnp.zeros((batch, d, seq.values.shape[-1]), factor.dtype))
     if seq.factor is not None and seq.weights is not None:
-        return fresh, jnp.concatenate([seq.factor, transpose(seq.weights)], -1)
+        return fresh, State(seq.factor, transpose(seq.weights))
     return fresh, fresh
 
 
-def _parts(state: Array) -> tuple[Array, Array]:
-    """F and Φ."""
-    d = state.shape[-2]
-    return state[..., :d], transpose(state[..., d:])
-
-
 def _whiten(
-    k: Array, v: Array, w: Array | None, at: Chunks, state: Array, lam: Array
+    k: Array, v: Array, w: Array | None, at: Chunks, state: State, lam: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Mᵀ, E, G⁻ᵀ of one chunk (or of many, batched) that starts from [F | Φᵀ], and [-(I+G)⁻¹B | E]."""
-    d = k.shape[-1]
-    applied = matmul(k, state)
-    b, innovation = applied[..., :d], v - applied[..., d:]
+    """Mᵀ, E, G⁻ᵀ of one chunk (or of many, batched) that starts from a state, and (I+G)⁻¹B."""
+    b, innovation = matmul(k, state.factor), v - matmul(k, state.weights_t)
     if at.carried is not None:
         b = jnp.where(at.carried[..., None], b, k * jnp.sqrt(lam)[..., None, :])
         innovation = jnp.where(at.carried[..., None], innovation, v)
@@ -99,47 +97,51 @@ def _whiten(
     e = matmul(g_inverse, innovation)
     eye = jnp.eye(k.shape[-2], dtype=k.dtype)
     n = matmul(lower_inverse(eye + g_inverse), white)  # (I+G)⁻¹B = (I+G⁻¹)⁻¹G⁻¹B
-    mt = matmul(state[..., :d], transpose(white))
+    mt = matmul(state.factor, transpose(white))
     if at.carried is not None:
         mt = jnp.where(at.carried[..., None, :], mt, transpose(white) * jnp.sqrt(lam)[..., None])
-    return mt, e, transpose(g_inverse), jnp.concatenate([-n, e], -1)
+    return mt, e, transpose(g_inverse), n
 
 
-def _advance(at: Chunks, state: Array, fresh: Array, mt: Array, change: Array) -> Array:
+def _advance(at: Chunks, state: State, fresh: State, mt: Array, e: Array, n: Array) -> State:
     """The state that the chunk hands on."""
     if at.through is not None and at.last is not None:
-        state = jnp.where(at.through[..., None, None], state, fresh)
+        through = at.through[..., None, None]
+        state = State(*(jnp.where(through, a, b) for a, b in zip(state, fresh, strict=True)))
         mt = jnp.where(at.last[..., None, :], mt, 0.0)
-    state = state + matmul(mt, change)
-    if at.total is None:
-        return state
-    growth = jnp.exp(-0.5 * at.total)[..., None, None]
-    return state * jnp.where(jnp.arange(state.shape[-1]) < state.shape[-2], growth, 1.0)
+    factor, weights_t = state.factor - matmul(mt, n), state.weights_t + matmul(mt, e)
+    if at.total is not None:
+        factor = factor * jnp.exp(-0.5 * at.total)[..., None, None]
+    return State(factor, weights_t)
 
 
-def _attend(q: Array, at: Chunks, saved: Saved) -> Array:
+def _attend(q: Array, at: Chunks, weights_t: Array, mt: Array, e: Array) -> Array:
     """O = Q Φᵀ + tril(Q Mᵀ) E."""
-    past = keep(at.carried, matmul(q, saved.weights_t))
-    return past + matmul(jnp.where(at.causal, matmul(q, saved.mt), 0.0), saved.e)
+    return keep(at.carried, matmul(q, weights_t)) + matmul(jnp.where(at.causal, matmul(q, mt), 0.0), e)
+
+
+def _stores_states(at: Chunks) -> bool:
+    """Where no run ends, the states between chunks can be rebuilt: cheaper on a CPU, not on a GPU."""
+    return at.carried is not None or jax.default_backend() != "cpu"
 
 
 def _walk(
     seq: Sequence, q: Array, k: Array, v: Array, w: Array | None, at: Chunks
-) -> tuple[Array, Saved, Array]:
-    """The loop over chunks: outputs, what the backward pass needs, and the final [F | Φᵀ]."""
+) -> tuple[Array, State, Saved]:
+    """The loop over chunks: outputs, the final state, and what the backward pass needs."""
     fresh, start = _start(seq)
 
-    def walk(attend_at_once: bool, q: Array, *chunks: Any) -> tuple[Array, Saved, Array]:
+    def walk(attend_at_once: bool, q: Array, *chunks: Any) -> tuple[Array, State, Saved]:
         def body(state, x):
             q, k, v, w, here = x
             here = here if at.carried is not None else here._replace(causal=at.causal)
-            mt, e, g_inverse_t, change = _whiten(k, v, w, here, state, seq.lam)
-            saved = Saved(mt, e, g_inverse_t, state)
-            out = () if attend_at_once else _attend(q, here, saved)
-            return _advance(here, state, fresh, mt, change), (out, saved)
+            mt, e, g_inverse_t, n = _whiten(k, v, w, here, state, seq.lam)
+            out = state.weights_t if attend_at_once else _attend(q, here, state.weights_t, mt, e)
+            before = state if _stores_states(at) else None
+            return _advance(here, state, fresh, mt, e, n), (out, mt, e, g_inverse_t, before)
 
-        state, (out, saved) = scan_chunks(body, start, (q, *chunks))
-        return _attend(q, at, saved) if attend_at_once else out, saved, state
+        after, (out, *saved) = scan_chunks(body, start, (q, *chunks))
+        return _attend(q, at, out, *saved[:2]) if attend_at_once else out, after, Saved(*saved)
 
     # On a CPU a chunk stays in cache; a GPU wants them all at once.
     ways = dict(cpu=partial(walk, False), default=partial(walk, True))
@@ -148,7 +150,7 @@ def _walk(
 
 def _jump(
     seq: Sequence, q: Array, k: Array, v: Array, w: Array | None, at: Chunks
-) -> tuple[Array, Saved, Array]:
+) -> tuple[Array, State, Saved]:
     """All chunks at once: boundary states from prefix sums of the information H = R⁻¹ and S = ΦH."""
     d = k.shape[-1]
     eye = jnp.eye(d, dtype=k.dtype)
@@ -174,20 +176,20 @@ def _jump(
     inverse = inverse_cholesky(h / floor)
     root = transpose(inverse) / jnp.sqrt(floor)
     weights_t = matmul(matmul(root, transpose(root)), transpose(s)) * scale[:, None, :, None]
-    states = jnp.concatenate([scale[:, None, :, None] * root, weights_t], -1)
-    before = states[:, :-1]
+    states = State(scale[:, None, :, None] * root, weights_t)
+    before = State(*(a[:, :-1] for a in states))
     mt, e, g_inverse_t, _ = _whiten(k, v, w, at, before, seq.lam[:, None])
-    saved = Saved(mt, e, g_inverse_t, before)
-    return _attend(q, at, saved), saved, states[:, -1]
+    saved = Saved(mt, e, g_inverse_t, before if _stores_states(at) else None)
+    return _attend(q, at, before.weights_t, mt, e), State(*(a[:, -1] for a in states)), saved
 
 
-def _forward(seq: Sequence, size: int, parallel: bool) -> tuple[Array, Array, Saved]:
-    """Outputs, the final [F | Φᵀ], and what the backward pass needs."""
+def _forward(seq: Sequence, size: int, parallel: bool) -> tuple[Array, State, Saved]:
+    """Outputs, the final state, and what the backward pass needs."""
     time = seq.queries.shape[1]
     q, k, v = (split(a, size) for a in (seq.queries, seq.keys, seq.values))
     at = describe(seq.log_decay, seq.runs, size)
     w = pair_weights(None if seq.beta is None else split(seq.beta, size), at)
-    out, saved, state = (_jump if parallel else _walk)(seq, q, k, v, w, at)
+    out, state, saved = (_jump if parallel else _walk)(seq, q, k, v, w, at)
     return join(out, time), state, saved
 
 
@@ -216,13 +218,13 @@ def _at_safe_size(seq: Sequence, size: int, run: Callable, *args):
     return jax.lax.cond(too_fast, partial(run, 1), partial(run, size), seq, *args)
 
 
-def _block_forward(size: int, seq: Sequence) -> tuple[Array, Array]:
+def _block_forward(size: int, seq: Sequence) -> tuple[Array, State]:
     return _forward(seq, size, parallel=False)[:2]
 
 
 def _block_backward(size: int, seq: Sequence, cotangent: Array, ahead: Adjoint):
-    saved = _forward(seq, size, parallel=False)[2]
-    return backward(seq, saved, size, False, cotangent, ahead)
+    _, after, saved = _forward(seq, size, parallel=False)
+    return backward(seq, saved, after, size, False, cotangent, ahead)
 
 
 def _blocks(seq: Sequence) -> dict[str, Array]:
@@ -235,18 +237,18 @@ def _blocks(seq: Sequence) -> dict[str, Array]:
     return cut
 
 
-def _run(plan: Plan, seq: Sequence) -> tuple[Array, Array, Any]:
-    """Outputs, the final [F | Φᵀ], and what the backward pass needs."""
+def _run(plan: Plan, seq: Sequence) -> tuple[Array, State, Any]:
+    """Outputs, the final state, and what the backward pass needs."""
     if seq.log_decay is None or plan.parallel:
         return _forward(seq, plan.size, plan.parallel)
     return _flat_under_vmap(partial(_run_blocks, plan))(seq)
 
 
 def _run_backward(
-    plan: Plan, seq: Sequence, saved: Any, cotangent: Array, ahead: Adjoint
+    plan: Plan, seq: Sequence, saved: Any, after: State, cotangent: Array, ahead: Adjoint
 ) -> tuple[Sequence, Adjoint]:
     if seq.log_decay is None or plan.parallel:
-        return backward(seq, saved, plan.size, plan.parallel, cotangent, ahead)
+        return backward(seq, saved, after, plan.size, plan.parallel, cotangent, ahead)
     return _flat_under_vmap(partial(_run_blocks_backward, plan))(seq, saved, cotangent, ahead)
 
 
@@ -277,10 +279,9 @@ def _flat_under_vmap(function: Callable) -> Callable:
     return with_closed_form(folded, lambda *arguments: (folded(*arguments), ()), not_twice)
 
 
-def _run_blocks(plan: Plan, seq: Sequence) -> tuple[Array, Array, Array]:
+def _run_blocks(plan: Plan, seq: Sequence) -> tuple[Array, State, State]:
     def body(state, timed):
-        factor, weights = _parts(state)
-        block = seq._replace(**timed, factor=factor, weights=weights)
+        block = seq._replace(**timed, factor=state.factor, weights=transpose(state.weights_t))
         out, after = _at_safe_size(block, plan.size, _block_forward)
         return after, (out, state)
 
@@ -289,14 +290,13 @@ def _run_blocks(plan: Plan, seq: Sequence) -> tuple[Array, Array, Array]:
 
 
 def _run_blocks_backward(
-    plan: Plan, seq: Sequence, before: Array, cotangent: Array, ahead: Adjoint
+    plan: Plan, seq: Sequence, before: State, cotangent: Array, ahead: Adjoint
 ) -> tuple[Sequence, Adjoint]:
     timed = _blocks(seq)
 
     def body(ahead, x):
         timed, cotangent, state = x
-        factor, weights = _parts(state)
-        block = seq._replace(**timed, factor=factor, weights=weights)
+        block = seq._replace(**timed, factor=state.factor, weights=transpose(state.weights_t))
         gradients, behind = _at_safe_size(block, plan.size, _block_backward, cotangent, ahead)
         return behind, gradients
 
@@ -322,18 +322,17 @@ def _whitened(plan: Plan, seq: Sequence) -> tuple[Array, tuple[Array, Array] | N
 def _whitened_forward(plan: Plan, seq: Sequence):
     out, final, saved = _run(plan, seq)
     if not plan.want_state:
-        return (out, None), (seq, saved, None)
-    factor, weights = _parts(final)
-    state = (_canonical(factor), weights)
-    return (out, state), (seq, saved, state)
+        return (out, None), (seq, saved, final, None)
+    state = (_canonical(final.factor), transpose(final.weights_t))
+    return (out, state), (seq, saved, final, state)
 
 
 def _whitened_backward(plan: Plan, residuals, cotangents):
-    seq, saved, state = residuals
+    seq, saved, final, state = residuals
     out_bar, state_bar = cotangents
     batch, _, d = seq.keys.shape
     dtype = seq.keys.dtype
-    sums = jnp.zeros((batch, d, d + seq.values.shape[-1]), dtype)
+    gram, moment = jnp.zeros((batch, d, d), dtype), jnp.zeros((batch, d, seq.values.shape[-1]), dtype)
     covariance_bar = jnp.zeros((batch, d, d), dtype)
     weights_bar = jnp.zeros((batch, seq.values.shape[-1], d), dtype)
     scaling = jnp.zeros((batch,), dtype)
@@ -349,15 +348,14 @@ def _whitened_backward(plan: Plan, residuals, cotangents):
         moment = matmul(covariance, transpose(weights_bar))
         gram = matmul(moment, weights)
         gram = gram + transpose(gram) + matmul(matmul(factor, both), transpose(factor))
-        sums = jnp.concatenate([gram, moment], -1)
         if seq.factor is not None:
             inverse = jax.lax.linalg.triangular_solve(
                 factor, jnp.broadcast_to(jnp.eye(d, dtype=dtype), factor.shape), left_side=True, lower=True
             )
             covariance_bar = 0.5 * matmul(matmul(transpose(inverse), both), inverse)
     carries = seq.factor is not None
-    ahead = Adjoint(sums, covariance_bar if carries else None, weights_bar if carries else None)
-    gradients, behind = _run_backward(plan, seq, saved, out_bar, ahead)
+    ahead = Adjoint(gram, moment, covariance_bar if carries else None, weights_bar if carries else None)
+    gradients, behind = _run_backward(plan, seq, saved, final, out_bar, ahead)
     if gradients.log_decay is not None:
         decay_bar = sum_to_end(-0.5 * gradients.log_decay, seq.runs, -scaling)
         gradients = gradients._replace(log_decay=decay_bar)
@@ -366,7 +364,7 @@ def _whitened_backward(plan: Plan, residuals, cotangents):
             factor=2 * matmul(behind.covariance, seq.factor), weights=behind.weights
         )
     else:
-        start = 0.5 * jnp.diagonal(behind.sums, axis1=-2, axis2=-1)
+        start = 0.5 * jnp.diagonal(behind.gram, axis1=-2, axis2=-1)
         gradients = gradients._replace(lam=gradients.lam + start / seq.lam**2)
     return (gradients,)
 

@@ -13,26 +13,27 @@ from jaxtyping import Array, Float
 
 from mesascope.ops.chunks import Chunks, describe, join, keep, recurrence, scan_chunks, split
 from mesascope.ops.factor import matmul, transpose
-from mesascope.ops.sequence import TIMED, Saved, Sequence, pair_weights, per_chunk, scaled
+from mesascope.ops.sequence import TIMED, Saved, Sequence, State, pair_weights, per_chunk, scaled
 
 
 class Adjoint(NamedTuple):
     """Gradient with respect to what lies behind a point in time.
 
     Attributes:
-        sums: $[W | P]$ over the tokens ahead: $W = \\sum_t \\zeta_t (x_t z_t^\\top + z_t x_t^\\top)$ and
-            $P = \\sum_t \\zeta_t x_t \\bar o_t^\\top$.
+        gram: $W = \\sum_t \\zeta_t (x_t z_t^\\top + z_t x_t^\\top)$ over the tokens ahead.
+        moment: $P = \\sum_t \\zeta_t x_t \\bar o_t^\\top$.
         covariance: $\\bar R$, kept only where a state came in.
         weights: $\\bar\\Phi$, likewise.
     """
 
-    sums: Float[Array, "batch key key+value"]
+    gram: Float[Array, "batch key key"]
+    moment: Float[Array, "batch key value"]
     covariance: Float[Array, "batch key key"] | None
     weights: Float[Array, "batch value key"] | None
 
 
 def backward(
-    seq: Sequence, saved: Saved, size: int, parallel: bool, cotangent: Array, ahead: Adjoint
+    seq: Sequence, saved: Saved, after: State, size: int, parallel: bool, cotangent: Array, ahead: Adjoint
 ) -> tuple[Sequence, Adjoint]:
     """Gradients of everything but the state (and of log_decay: the summand only), and the adjoint before."""
     time = seq.queries.shape[1]
@@ -45,31 +46,45 @@ def backward(
         at=at,
         saved=saved,
     )
+    walk = _Walk(_squared(after.factor), after.weights_t, ahead.gram, ahead.moment)
+    step = at.step(chunk.k)
 
-    def all_at_once(chunk: _Chunk, ahead: Array) -> tuple[Array, Sequence]:
-        near = _duals(chunk, seq.lam[:, None])
-        later, behind = recurrence(at.step(chunk.k), near.sums, ahead, True, True)
-        return behind, _chunk_gradients(chunk, near, later)
+    def all_at_once(chunk: _Chunk, step: Array, walk: _Walk) -> tuple[Array, Array, Sequence]:
+        if saved.before is None:
+            explained, learned = matmul(saved.mt, transpose(saved.mt)), matmul(saved.mt, saved.e)
+            r, _ = recurrence(step, explained, walk.r, True, True)
+            phi_t, _ = recurrence(jnp.ones_like(step), -learned, walk.phi_t, True, True)
+            walk = walk._replace(r=r, phi_t=phi_t)
+        near = _duals(chunk, *_start(chunk, step, walk), seq.lam[:, None])
+        gram, gram_behind = recurrence(step, near.gram, ahead.gram, True, True)
+        moment, moment_behind = recurrence(step, near.moment, ahead.moment, True, True)
+        return gram_behind, moment_behind, _chunk_gradients(chunk, near, gram, moment)
 
-    def one_by_one(chunk: _Chunk, ahead: Array) -> tuple[Array, Sequence]:
-        def body(later, x):
+    def one_by_one(chunk: _Chunk, step: Array, walk: _Walk) -> tuple[Array, Array, Sequence]:
+        def body(walk, x):
             here, step = x
             here = here if at.carried is not None else here._replace(at=here.at._replace(causal=at.causal))
-            near = _duals(here, seq.lam)
-            return step[:, None, None] * later + near.sums, _chunk_gradients(here, near, later)
+            r, phi_t = _start(here, step, walk)
+            near = _duals(here, r, phi_t, seq.lam)
+            gradients = _chunk_gradients(here, near, walk.gram, walk.moment)
+            step = step[:, None, None]
+            return _Walk(r, phi_t, step * walk.gram + near.gram, step * walk.moment + near.moment), gradients
 
-        return scan_chunks(body, ahead, (chunk._replace(at=per_chunk(at)), at.step(chunk.k)), reverse=True)
+        chunks = chunk._replace(at=per_chunk(at)), step
+        walk, gradients = scan_chunks(body, walk, chunks, reverse=True)
+        return walk.gram, walk.moment, gradients
 
     if parallel or size < 8:  # many short chunks: a tree of sums rounds better than a chain
-        sums, gradients = all_at_once(chunk, ahead.sums)
+        gram, moment, gradients = all_at_once(chunk, step, walk)
     else:  # on a CPU one chunk at a time stays in cache; a GPU wants them all
-        sums, gradients = jax.lax.platform_dependent(chunk, ahead.sums, cpu=one_by_one, default=all_at_once)
+        ways = dict(cpu=one_by_one, default=all_at_once)
+        gram, moment, gradients = jax.lax.platform_dependent(chunk, step, walk, **ways)
     covariance_bar = weights_bar = None
     if ahead.covariance is not None and ahead.weights is not None:
         covariance_bar, weights_bar = _state_walk(ahead.covariance, ahead.weights, chunk)
     timed = {n: join(a, time) for n in TIMED if (a := getattr(gradients, n)) is not None}
     rest = gradients._replace(**timed, lam=jnp.sum(gradients.lam, 1) / seq.lam**2)
-    return rest, Adjoint(sums, covariance_bar, weights_bar)
+    return rest, Adjoint(gram, moment, covariance_bar, weights_bar)
 
 
 class _Chunk(NamedTuple):
@@ -85,42 +100,66 @@ class _Chunk(NamedTuple):
     saved: Saved
 
 
+class _Walk(NamedTuple):
+    """What the walk back knows at a point in time: R and Φᵀ there, and W and P of what lies ahead."""
+
+    r: Array
+    phi_t: Array
+    gram: Array
+    moment: Array
+
+
+def _start(chunk: _Chunk, step: Array, after: _Walk) -> tuple[Array, Array]:
+    """R and Φᵀ at the start of a chunk."""
+    mt, e, _, before = chunk.saved
+    if before is not None:
+        return _squared(before.factor), before.weights_t
+    return step[..., None, None] * after.r + matmul(mt, transpose(mt)), after.phi_t - matmul(mt, e)
+
+
+def _squared(factor: Array) -> Array:
+    """F Fᵀ, what the diagonal alone gives added last: where λ is small that is nearly everything."""
+    diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+    eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
+    rest = factor * (1 - eye)
+    cross = rest * diagonal[..., None, :]
+    return (
+        matmul(rest, transpose(rest)) + cross + transpose(cross) + eye * (diagonal * diagonal)[..., None, :]
+    )
+
+
 class _Near(NamedTuple):
     """Dual variables within a chunk, and what the chunk adds to the adjoint of the state before it."""
 
     x: Array  # rows e^{c_t} R_t q_t
-    zg: Array  # rows [Φ_tᵀ ō_t | ō_t]
+    z: Array  # rows Φ_tᵀ ō_t
     alpha: Array  # [i, t]: w_i k_iᵀ x_t
     rho: Array  # [i, t]: w_i ō_tᵀ (v_i - Φ_t k_i)
-    sums: Array
+    gram: Array
+    moment: Array
 
 
-def _duals(chunk: _Chunk, lam: Array) -> _Near:
+def _duals(chunk: _Chunk, r: Array, phi_t: Array, lam: Array) -> _Near:
     q, g, at = chunk.q, chunk.g, chunk.at
     mt, e, g_inverse_t = chunk.saved[:3]
-    factor = chunk.saved.factor
     qm = jnp.where(at.causal, matmul(q, mt), 0.0)
     ge = jnp.where(at.causal, matmul(g, transpose(e)), 0.0)
-    x = matmul(matmul(q, factor), transpose(factor))
+    x = matmul(q, r)
     if at.carried is not None:
         x = jnp.where(at.carried[..., None], x, q * lam[..., None, :])
     x = x - matmul(qm, transpose(mt))
-    z = keep(at.carried, matmul(g, transpose(chunk.saved.weights_t))) + matmul(ge, transpose(mt))
-    zg = jnp.concatenate([z, g], -1)
-    # A transposed left operand takes a slow kernel on CPUs: transpose first, and multiply once.
-    sums = matmul(jax.lax.optimization_barrier(transpose(keep(at.carried, x))), zg)
-    d = x.shape[-1]
-    sums = sums + jnp.pad(transpose(sums[..., :d]), [(0, 0)] * (sums.ndim - 1) + [(0, g.shape[-1])])
+    z = keep(at.carried, matmul(g, transpose(phi_t))) + matmul(ge, transpose(mt))
+    # A transposed left operand takes a slow kernel on CPUs: transpose first.
+    xt = jax.lax.optimization_barrier(transpose(keep(at.carried, x)))
+    gram = matmul(xt, z)
     alpha, rho = matmul(g_inverse_t, transpose(qm)), matmul(g_inverse_t, transpose(ge))
-    return _Near(x, zg, alpha, rho, sums)
+    return _Near(x, z, alpha, rho, gram + transpose(gram), matmul(xt, g))
 
 
-def _chunk_gradients(chunk: _Chunk, near: _Near, later: Array) -> Sequence:
-    """Gradients with respect to a chunk's inputs, given the adjoint [W | P] of the state after it."""
+def _chunk_gradients(chunk: _Chunk, near: _Near, gram: Array, moment: Array) -> Sequence:
+    """Gradients with respect to a chunk's inputs, given the sums W and P over what comes after it."""
     q, k, v, g, beta, w, at, _ = chunk
-    d = k.shape[-1]
-    x, zg, alpha, rho = near.x, near.zg, near.alpha, near.rho
-    z = zg[..., :d]
+    x, z, alpha, rho = near[:4]
     unit = None if at.decay is None else jnp.exp(-0.5 * at.decay)[..., None]
     if beta is not None and w is not None:
         # Where the pair has no weight, neither have its dual variables: take them from their definition.
@@ -130,15 +169,13 @@ def _chunk_gradients(chunk: _Chunk, near: _Near, later: Array) -> Sequence:
         direct_rho = jnp.where(ahead, matmul(v, transpose(g)) - matmul(k, transpose(z)), 0.0)
         alpha = scaled(unit, jnp.where(w > 0, alpha / safe, direct_alpha))
         rho = scaled(unit, jnp.where(w > 0, rho / safe, direct_rho))
-    near_kv = scaled(unit, matmul(alpha, zg))
-    later_kv = keep(at.last, matmul(k, later))
-    later_k = keep(at.last, matmul(v, transpose(later[..., d:]))) - later_kv[..., :d]
-    later_v = later_kv[..., d:]
+    later_k = keep(at.last, matmul(v, transpose(moment)) - matmul(k, gram))
+    later_v = keep(at.last, matmul(k, moment))
     if at.decay is not None:
         to_end = jnp.exp(at.decay[..., -1:] - at.decay)[..., None]
         later_v, later_k = to_end * later_v, to_end * later_k
-    k_bar = scaled(unit, matmul(rho, x)) - near_kv[..., :d] + later_k
-    v_bar = near_kv[..., d:] + later_v
+    k_bar = scaled(unit, matmul(rho, x) - matmul(alpha, z)) + later_k
+    v_bar = scaled(unit, matmul(alpha, g)) + later_v
     beta_bar = None
     if beta is not None:
         beta_bar = 0.5 * (jnp.sum(k * k_bar, -1) + jnp.sum(v * v_bar, -1))
@@ -148,7 +185,7 @@ def _chunk_gradients(chunk: _Chunk, near: _Near, later: Array) -> Sequence:
     # λ enters where a run starts afresh within the chunk.
     lam_bar = jnp.zeros_like(q[..., 0, :])
     if at.carried is not None and at.through is not None:
-        ends = 0.5 * jnp.diagonal(later[..., :d], axis1=-2, axis2=-1)
+        ends = 0.5 * jnp.diagonal(gram, axis1=-2, axis2=-1)
         ends = ends if at.total is None else ends * jnp.exp(at.total)[..., None]
         lam_bar = jnp.sum(jnp.where(at.carried[..., None], 0.0, x * z), -2)
         lam_bar = lam_bar + jnp.where(at.through[..., None], 0.0, ends)

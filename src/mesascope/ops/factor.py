@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from mesascope.ops.gradients import with_closed_form
 
-_BASE = 16  # columns eliminated one by one; larger sizes are assembled from these by matrix products
+_BASE = 32  # columns eliminated one by one; larger sizes are assembled from these by matrix products
 
 
 def matmul(a: Array, b: Array) -> Array:
@@ -81,9 +81,11 @@ def _library_inverse(matrix: Array) -> Array:
 def _eliminated_inverse(matrix: Array) -> Array:
     n = matrix.shape[-1]
     size = -(-n // -(-n // _BASE))
-    first, side = _eliminate(matrix[..., :size, :size], matrix[..., size:, :size])
+    columns = _eliminate(matrix[..., :size])
+    first = _batch_first(_substitute([column[: size - j] for j, column in enumerate(columns)]), matrix)
     if size == n:
         return first
+    side = _batch_first(jnp.stack([column[size - j :] for j, column in enumerate(columns)], 1), matrix)
     last = _eliminated_inverse(matrix[..., size:, size:] - matmul(side, transpose(side)))
     return _lower_blocks(first, -matmul(last, matmul(side, first)), last)
 
@@ -94,30 +96,38 @@ def _lower_blocks(top: Array, side: Array, bottom: Array) -> Array:
     return jnp.concatenate([jnp.concatenate([top, corner], -1), jnp.concatenate([side, bottom], -1)], -2)
 
 
-def _eliminate(top: Array, below: Array) -> tuple[Array, Array]:
-    """The inverse of top's factor G, and below · G⁻ᵀ: elimination of [[top | I], [below]], column by column.
+def _batch_last(a: Array) -> Array:
+    """[..., n, m] → [n, m, batch]: elimination then works on long contiguous vectors."""
+    return jnp.moveaxis(a.reshape(-1, *a.shape[-2:]), 0, -1)
 
-    (below times the inverse would be one product, but its errors are not those of a nearby matrix.)
-    """
-    n = top.shape[-1]
-    work = jnp.concatenate([top, jnp.broadcast_to(jnp.eye(n, dtype=top.dtype), top.shape)], -1)
-    rows, columns = [], []
-    for j in range(n):
-        root = jnp.sqrt(jnp.maximum(work[..., j, j], 1))[..., None]
+
+def _batch_first(a: Array, like: Array) -> Array:
+    return jnp.moveaxis(a, -1, 0).reshape(*like.shape[:-2], *a.shape[:2])
+
+
+def _eliminate(panel: Float[Array, "*batch n m"]) -> list[Float[Array, "rest batch"]]:
+    """The first m columns of the factor G of an n × n matrix, from its first m columns; each from its diagonal on."""
+    rest = _batch_last(panel)
+    columns = []
+    for _ in range(panel.shape[-1]):
+        root = jnp.sqrt(jnp.maximum(rest[0, 0], 1))
         # (Division: rsqrt is rounded less well, and errors add up over time.)
-        row, column = work[..., j, :] / root, below[..., :, j] / root
-        rows.append(row[..., n:])
+        # XLA fuses into this column all that earlier ones take from it, and stops at the entry set in place.
+        column = (rest[:, 0] / root).at[0].set(root)
         columns.append(column)
-        if j + 1 < n:
-            later = jnp.where(jnp.arange(n) > j, row[..., :n], 0)
-            # Without the barrier XLA fuses the steps into one kernel that recomputes them all.
-            work, below = lax.optimization_barrier(
-                (
-                    work - later[..., :, None] * row[..., None, :],
-                    below - column[..., :, None] * later[..., None, :],
-                )
-            )
-    return jnp.stack(rows, -2), jnp.stack(columns, -1)
+        rest = rest[1:, 1:] - column[1:, None] * column[None, 1 : rest.shape[1]]
+    return columns
+
+
+def _substitute(columns: list[Float[Array, "rest batch"]]) -> Float[Array, "n n batch"]:
+    """The inverse of the lower triangular matrix with these columns, each from its diagonal on."""
+    n = len(columns)
+    rows, rest = [], jnp.zeros((n, 0, columns[0].shape[-1]), columns[0].dtype)
+    for j, column in enumerate(columns):
+        row = jnp.concatenate([rest[0], jnp.ones_like(column[:1])]) / column[0]
+        rows.append(jnp.pad(row, ((0, n - j - 1), (0, 0))))
+        rest = jnp.pad(rest[1:], ((0, 0), (0, 1), (0, 0))) - column[1:, None] * row
+    return jnp.stack(rows)
 
 
 def lower_inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
@@ -145,14 +155,8 @@ def _substituted_lower_inverse(lower: Array) -> Array:
         return jnp.stack([whole[..., i + below : i + below + size, i : i + size] for i in corners])
 
     corner = blocks(0, 1, size)
-    rest = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), corner.shape)
-    rows = []
-    for j in range(size):
-        rows.append(rest[..., j, :] / corner[..., j, j, None])
-        if j + 1 < size:
-            below = jnp.where(jnp.arange(size) > j, corner[..., :, j], 0)
-            rest = lax.optimization_barrier(rest - below[..., :, None] * rows[-1][..., None, :])
-    inverse = jnp.stack(rows, -2)
+    columns = _batch_last(corner)
+    inverse = _batch_first(_substitute([columns[j:, j] for j in range(size)]), corner)
     for _ in range(joins):
         size = inverse.shape[-1]
         # One batch axis: with several, CPUs take a slower kernel.

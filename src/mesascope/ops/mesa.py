@@ -196,13 +196,15 @@ def _whitening_method(
     method: Chunked | Prefix, inputs: Inputs, want_state: bool
 ) -> tuple[Array, MesaState | None]:
     time, d = inputs.keys.shape[1:]
-    size = min(method.chunk_size or default_chunk_size(time, d, inputs.log_decay is not None), time)
+    parallel = isinstance(method, Prefix)
+    decays = inputs.log_decay is not None
+    size = min(method.chunk_size or default_chunk_size(time, d, decays, parallel), time)
     state = inputs.state or {"factor": None, "weights": None}
     sequence = Sequence(
         inputs.queries, inputs.keys, inputs.values, inputs.lam,
         inputs.log_decay, inputs.beta, inputs.runs, **state,
     )  # fmt: skip
-    plan = Plan(size, isinstance(method, Prefix), want_state)
+    plan = Plan(size, parallel, want_state)
     out, final = whitened(plan, well_conditioned(sequence))
     return out, None if final is None else MesaState(*final)
 

@@ -27,7 +27,7 @@ class Chunked:
     """Whitened keys and innovations, walking over chunks with a square-root state: the default.
 
     Attributes:
-        chunk_size: tokens per chunk; by default 16 to 32 on CPUs, 64 on GPUs, 16 with `log_decay`. More than a
+        chunk_size: tokens per chunk; by default up to 32 on CPUs, 64 on GPUs, 16 with `log_decay`. More than a
             few times the key width costs accuracy.
     """
 
@@ -41,6 +41,9 @@ class Prefix:
     More work, but all of it parallel, and sequences can be sharded over devices. At large λ‖k‖² it is less accurate
     than `Chunked`, much less where keys are nearly rank deficient or a chunk holds fewer than they are wide. With
     `log_decay`, keep the decay within a chunk moderate (a smaller `chunk_size`): there is no fallback here.
+
+    Attributes:
+        chunk_size: tokens per chunk; by default up to twice the key width, at most 128, and 16 with `log_decay`.
     """
 
     chunk_size: int | None = None

@@ -25,25 +25,24 @@ class Sequence(NamedTuple):
 TIMED = ("queries", "keys", "values", "log_decay", "beta", "runs")
 
 
-class Saved(NamedTuple):
-    """Per chunk: Mᵀ, E, G⁻ᵀ and the state [F | Φᵀ] it started from.
+class State(NamedTuple):
+    """The square root F of R = F Fᵀ, and Φᵀ (transposed like F, because K meets both)."""
 
-    Transposed where that spares later products a transposed left operand, which is slow on CPUs; F and Φᵀ
-    side by side because K meets both.
+    factor: Float[Array, "*batch key key"]
+    weights_t: Float[Array, "*batch key value"]
+
+
+class Saved(NamedTuple):
+    """Per chunk: Mᵀ, E, G⁻ᵀ, and the state it started from unless that is to be rebuilt from the state after it.
+
+    (Where no run ends: R = R' + MᵀM, Φ = Φ' - EᵀM.)
+    Transposed where that spares later products a transposed left operand, which is slow on CPUs.
     """
 
     mt: Float[Array, "batch chunk key size"]
     e: Float[Array, "batch chunk size value"]
     g_inverse_t: Float[Array, "batch chunk size size"]
-    state: Float[Array, "batch chunk key key+value"]
-
-    @property
-    def factor(self) -> Float[Array, "batch chunk key key"]:
-        return self.state[..., : self.state.shape[-2]]
-
-    @property
-    def weights_t(self) -> Float[Array, "batch chunk key value"]:
-        return self.state[..., self.state.shape[-2] :]
+    before: State | None
 
 
 def pair_weights(beta: Array | None, at: Chunks) -> Array | None:
