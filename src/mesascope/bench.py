@@ -206,7 +206,9 @@ def timings(
 ) -> dict[str, Timing]:
     """Time functions in turn, round by round, so that a noisy stretch hits all of them.
 
-    On a GPU a sample is the mean of ten calls sent off one after the other, as training does.
+    A sample is the second of two calls: the first one pays for memory and caches that its predecessor left cold
+    (after the scan's gigabytes, half as long again). On a GPU it is the mean of ten sent off one after the other,
+    as training does.
     """
     calls = 10 if jax.default_backend() == "gpu" else 1
     compiled, compile_s = {}, {}
@@ -220,6 +222,7 @@ def timings(
     begin = time.perf_counter()
     for round_number in range(repeats):
         for name, function in compiled.items():
+            jax.block_until_ready(function(*arguments))
             start = time.perf_counter()
             jax.block_until_ready([function(*arguments) for _ in range(calls)])
             samples[name].append(1e3 * (time.perf_counter() - start) / calls)
