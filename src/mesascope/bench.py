@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,16 @@ def classical_scan(
     keys: Float[Array, "batch time key"],
     values: Float[Array, "batch time value"],
     lam: Float[Array, "batch 1"],
+    *,
+    stores: int | None = None,
 ) -> Float[Array, "batch time value"]:
-    r"""The baseline: Sherman–Morrison for $R_t$, $o_t = S_t(R_t q_t)$, one `lax.scan`, left to autodiff."""
-    batch, _, d = keys.shape
+    r"""The baseline: Sherman–Morrison for $R_t$, $o_t = S_t(R_t q_t)$, one `lax.scan`, left to autodiff.
+
+    Args:
+        stores: keep only every so many-th $R_t$ for the backward pass and recompute the rest: the same numbers in
+            less memory. By default all are kept.
+    """
+    batch, time_steps, d = keys.shape
 
     def step(carry, inputs):
         r, s = carry
@@ -45,7 +52,14 @@ def classical_scan(
 
     r = lam[..., None] * jnp.eye(d, dtype=keys.dtype)
     s = jnp.zeros((batch, values.shape[-1], d), keys.dtype)
-    _, out = jax.lax.scan(step, (r, s), tuple(jnp.moveaxis(a, 1, 0) for a in (queries, keys, values)))
+    inputs = tuple(jnp.moveaxis(a, 1, 0) for a in (queries, keys, values))
+    if stores is None:
+        _, out = jax.lax.scan(step, (r, s), inputs)
+    else:
+        size = max(n for n in range(1, stores + 1) if time_steps % n == 0)
+        blocks = tuple(a.reshape(-1, size, *a.shape[1:]) for a in inputs)
+        _, out = jax.lax.scan(jax.checkpoint(lambda c, x: jax.lax.scan(step, c, x)), (r, s), blocks)
+        out = out.reshape(time_steps, *out.shape[2:])
     return jnp.moveaxis(out, 0, 1)
 
 
@@ -164,14 +178,15 @@ def relative_error(value: Any, exact: np.ndarray, *, zero: float = 1.0) -> float
 
 @cache
 def _compiled(name: str) -> Callable[..., tuple[Array, ...]]:
-    return jax.jit(with_gradients(OPS[name]))
+    op = partial(classical_scan, stores=64) if OPS[name] is classical_scan else OPS[name]
+    return jax.jit(with_gradients(op))
 
 
 def in_groups(name: str, q: Any, k: Any, v: Any, lam: float, g: Any) -> list[np.ndarray]:
-    """`OPS[name]` and its gradients, a few sequences at a time: the scan stores a matrix per time step."""
+    """`OPS[name]` and its gradients, as many sequences at a time as memory allows."""
     batch, time_steps, d = k.shape
-    room = 2**31 if jax.default_backend() == "gpu" else 2**28
-    size = max(1, min(batch, room // (time_steps * d**2)))
+    room = (2**31 if jax.default_backend() == "gpu" else 2**29) // (8 * min(time_steps, 64) * d**2)
+    size = min(batch, 2 ** max(0, room.bit_length() - 1))
     parts = []
     for i in range(0, batch, size):
         rows = [jnp.asarray(a[i : i + size]) for a in (q, k, v, g)]
