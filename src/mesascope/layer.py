@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, final, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from mesascope.ops import mesa_attention, mesa_init, mesa_step
@@ -86,7 +87,7 @@ class MesaLayer(eqx.Module):
         use_bias: bool = False,
         regularizer: Regularizer = "decayed",
         method: str | Method = "auto",
-        dtype: jnp.dtype | type = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         key: PRNGKeyArray,
     ):
         r"""Draw the projections; λ and the gates start as the constants asked for.
@@ -308,7 +309,7 @@ def _inverse_softplus(y: float) -> float:
 
 
 def _constant_gate(
-    model_dim: int, heads: int, start: float, dtype: jnp.dtype | type, *, key: PRNGKeyArray
+    model_dim: int, heads: int, start: float, dtype: DTypeLike, *, key: PRNGKeyArray
 ) -> eqx.nn.Linear:
     """A gate that does not look at its input yet: zero weights, and the bias that gives the start."""
     gate = eqx.nn.Linear(model_dim, heads, dtype=dtype, key=key)

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
 from mesascope.ops.chunked import Plan, Sequence, default_chunk_size, well_conditioned, whitened
@@ -257,7 +258,7 @@ def mesa_init(
     *,
     key_dim: int | None = None,
     regularizer: Regularizer = "decayed",
-    dtype: jnp.dtype | type = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> State:
     """The state before the first pair.
 
