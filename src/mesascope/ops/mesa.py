@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from mesascope.ops.chunked import Plan, Sequence, default_chunk_size, well_conditioned, whitened
 from mesascope.ops.factor import inverse_cholesky, matmul, transpose
+from mesascope.ops.gradients import broadcasting
 from mesascope.ops.iterative import chebyshev, conjugate_gradients, neumann
 from mesascope.ops.linear import delta_chunked, linear_chunked
 from mesascope.ops.methods import (
@@ -96,6 +97,7 @@ def mesa_attention(
 ) -> tuple[Array, State]: ...
 
 
+@broadcasting
 def mesa_attention(
     queries: ArrayLike,
     keys: ArrayLike,
@@ -252,6 +254,7 @@ def _solving_method(
     return outputs.out, MesaState(*square_root(outputs.gram, outputs.moment))
 
 
+@broadcasting
 def mesa_init(
     lam: ArrayLike,
     value_dim: int,
@@ -284,6 +287,7 @@ def mesa_init(
     return MesaState(jnp.sqrt(lam)[..., None] * jnp.eye(key_dim, dtype=dtype), moment)
 
 
+@broadcasting
 def mesa_step(
     state: State,
     query: ArrayLike,
@@ -354,6 +358,7 @@ def _ridge_solve(gram: Array, ridge: Array, rhs: Array) -> Array:
     return scale * matmul(transpose(inverse), matmul(inverse, scale * rhs))
 
 
+@broadcasting
 def intention(
     queries: ArrayLike, keys: ArrayLike, values: ArrayLike, lam: ArrayLike, *, beta: ArrayLike | None = None
 ) -> Array:
@@ -392,6 +397,7 @@ def intention(
     return transpose(matmul(moment, x)).astype(inputs.out_dtype)
 
 
+@broadcasting
 def linear_attention(
     queries: ArrayLike,
     keys: ArrayLike,
@@ -414,6 +420,7 @@ def linear_attention(
     return _finish(inputs, out, final, return_state)
 
 
+@broadcasting
 def delta_attention(
     queries: ArrayLike,
     keys: ArrayLike,
