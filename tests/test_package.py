@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mesascope"
 # Data flows one way, and imports follow it.
-LAYERS = ["typing", "ops", "layer", "tasks", "bench", "cli"]
+LAYERS = ["typing", "ops", "layer", "tasks", "models", "bench", "cli"]
 
 
 def run(code: str, timeout: int = 300, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,436 @@
+"""One Transformer for every model of the paper.
+
+What mixes tokens is a union, `Softmax | Linear | Mesa | Delta`; what may be added to it (embeddings, LayerNorm, MLPs,
+positions, normalization, features, forgetting, clipping) is a field that works the same way for all of them. Arrays
+are `[..., time, width]`, leading axes are free. Every activation has an address:
+
+    predictions, activations = model.trace(tokens)
+    activations["blocks.2.mixer.queries"]
+    model.trace(tokens, edit={"blocks.0.resid_post": jnp.zeros_like})
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from mesascope.ops import delta_attention, linear_attention, mesa_attention
+
+
+@dataclass(frozen=True)
+class Softmax:
+    r"""$o_t = \sum_{i\le t} \mathrm{softmax}_i(k_i^\top q_t/\sqrt{d})\, v_i$."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    r"""$o_t = \sum_{i\le t} v_i k_i^\top q_t$, unscaled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesa:
+    r"""$o_t = \Phi_t q_t$, $\Phi_t$ the ridge regression of values on keys up to t.
+
+    Attributes:
+        lam_init: λ at the start, one per head, learned.
+        raw: the parameter is λ itself, which training may drive below zero (released code); otherwise its softplus
+            is.
+        method: see `mesa_attention`.
+    """
+
+    lam_init: float = 1.0
+    raw: bool = False
+    method: str = "auto"
+
+
+@dataclass(frozen=True)
+class Delta:
+    r"""Delta-Net: one gradient step per token, with a learned rate $\beta_t\in(0,1)$ per head and token."""
+
+
+Mixer = Softmax | Linear | Mesa | Delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalize:
+    """Scale each head's queries and keys.
+
+    Attributes:
+        by: their Euclidean norm, their sum, or mean and standard deviation (LayerNorm without parameters).
+        values: normalize values instead of keys (the released code does in mesa layers).
+    """
+
+    by: Literal["l2", "sum", "layer_norm"] = "l2"
+    values: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """$x + W_2\\,\\phi(W_1 x)$."""
+
+    hidden: int
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One layer: a mixer, and an MLP or none.
+
+    Attributes:
+        dpfp: ν of deterministic parameter-free projection features of queries and keys (2ν times as wide); 0: none.
+        forgets: a learned forgetting factor per head and token.
+        shift_keys: $k_{t-1}$ takes the place of $k_t$: pairs $(x_{t-1}, x_t)$ without a layer that makes them.
+    """
+
+    mixer: Mixer = field(default_factory=Softmax)
+    heads: int = 4
+    key_dim: int = 20
+    normalize: Normalize | None = None
+    dpfp: int = 0
+    forgets: bool = False
+    shift_keys: bool = False
+    mlp: FeedForward | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Sinusoidal codes (base 10000, sine in even columns, cosine in odd ones).
+
+    Attributes:
+        at: `key_inputs`: beside what the first layer's queries and keys are computed from (released code);
+            `keys`: beside those queries and keys themselves (the paper's text); `tokens`: added to the embedded tokens.
+        dim: width of the code; for `tokens` it is that of the model.
+    """
+
+    at: Literal["key_inputs", "keys", "tokens"] = "key_inputs"
+    dim: int = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a Transformer is made of.
+
+    Attributes:
+        token_dim: width of what it reads.
+        output_dim: width of its predictions.
+        model_dim: width of the residual stream, with learned matrices in and out. None: the stream is the token, and
+            the prediction its first entries.
+        layer_norm: before every mixer and MLP, and at the end.
+        clip: the residual stream is clipped to [-clip, clip] after every block.
+        masked: so many leading entries of the stream are hidden from the mixers (they are where predictions grow).
+        init_std: of all weight matrices at the start.
+        tf32: on a GPU, let projections and MLPs use TF32. The mixers never do.
+    """
+
+    token_dim: int
+    output_dim: int
+    model_dim: int | None = None
+    blocks: tuple[Block, ...]
+    positions: Positions | None = None
+    layer_norm: bool = False
+    clip: float | None = None
+    masked: int = 0
+    init_std: float = 0.05
+    tf32: bool = False
+
+    def __post_init__(self):
+        if not self.blocks:
+            raise ValueError("blocks: expected at least one.")
+        if self.model_dim is None and self.output_dim > self.token_dim:
+            raise ValueError(
+                f"output_dim: without model_dim a prediction is the first entries of a token, so expected at most "
+                f"{self.token_dim}, got {self.output_dim}."
+            )
+        if not 0 <= self.masked < self.width:
+            raise ValueError(f"masked: expected less than the width {self.width}, got {self.masked}.")
+        if self.positions is not None and self.positions.at == "tokens" and self.positions.dim != self.width:
+            raise ValueError(f"positions.dim: expected the width {self.width}, got {self.positions.dim}.")
+
+    @property
+    def width(self) -> int:
+        return self.token_dim if self.model_dim is None else self.model_dim
+
+
+Edit = Callable[[Array], Array]
+
+
+class _Tap:
+    """Passes activations on, edited if somebody asked for it, and remembers them if somebody wants them."""
+
+    def __init__(self, edit: Mapping[str, Edit], record: bool):
+        self.edit, self.record = edit, record
+        self.seen: dict[str, Array] = {}
+        self.met: set[str] = set()
+
+    def __call__(self, path: str, value: Array) -> Array:
+        self.met.add(path)
+        if path in self.edit:
+            value = self.edit[path](value)
+        if self.record:
+            self.seen[path] = value
+        return value
+
+    def note(self, path: str, value: Callable[[], Array]) -> None:
+        """Something the model itself does not need."""
+        if self.record:
+            self.seen[path] = value()
+
+    def check(self) -> None:
+        for path in self.edit:
+            if path not in self.met:
+                raise KeyError(
+                    f"edit: no activation {path!r} to be edited. There are: {', '.join(sorted(self.met))}."
+                )
+
+
+class Layer(eqx.Module):
+    """The weights of one `Block`."""
+
+    queries: Float[Array, "key_input heads*key"]
+    keys: Float[Array, "key_input heads*key"]
+    values: Float[Array, "model heads*key"]
+    output: Float[Array, "heads*key model"]
+    lam: Float[Array, " head"] | None
+    forget: Float[Array, "model head"] | None
+    forget_bias: Float[Array, " head"] | None
+    rate: Float[Array, "model head"] | None
+    mlp_in: Float[Array, "model hidden"] | None
+    mlp_out: Float[Array, "hidden model"] | None
+    mixer_norm: Float[Array, " model"] | None
+    mlp_norm: Float[Array, " model"] | None
+
+    def __init__(self, block: Block, config: ModelConfig, *, first: bool, key: PRNGKeyArray):
+        keys = iter(jax.random.split(key, 8))
+        width, inner = config.width, block.heads * block.key_dim
+        codes = config.positions if first else None
+        beside = codes.dim if codes is not None and codes.at == "key_inputs" else 0
+
+        def matrix(rows: int, columns: int) -> Array:
+            return config.init_std * jax.random.normal(next(keys), (rows, columns), jnp.float32)
+
+        self.queries, self.keys = matrix(width + beside, inner), matrix(width + beside, inner)
+        self.values, self.output = matrix(width, inner), matrix(inner, width)
+        self.lam = self.forget = self.forget_bias = self.rate = self.mlp_in = self.mlp_out = None
+        if isinstance(block.mixer, Mesa):
+            lam = block.mixer.lam_init
+            start = lam if block.mixer.raw else math.log(math.expm1(lam))
+            self.lam = jnp.full((block.heads,), start, jnp.float32)
+        if isinstance(block.mixer, Delta):
+            self.rate = matrix(width, block.heads)
+        if block.forgets:
+            # γ starts near 0.99.
+            self.forget, self.forget_bias = (
+                matrix(width, block.heads),
+                jnp.full((block.heads,), -4.6, jnp.float32),
+            )
+        if block.mlp is not None:
+            self.mlp_in, self.mlp_out = matrix(width, block.mlp.hidden), matrix(block.mlp.hidden, width)
+        self.mixer_norm = jnp.ones(width, jnp.float32) if config.layer_norm else None
+        self.mlp_norm = jnp.ones(width, jnp.float32) if config.layer_norm and block.mlp is not None else None
+
+
+class Transformer(eqx.Module):
+    """Reads tokens, predicts what comes next after each of them.
+
+    Every leaf is a float array and all else is static, so that plain `jit`, `vmap`, `grad` and optax apply.
+    """
+
+    embed: Float[Array, "token model"] | None
+    unembed: Float[Array, "model output"] | None
+    layers: tuple[Layer, ...]
+    final_norm: Float[Array, " model"] | None
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        """Draw the weights."""
+        in_key, out_key, *keys = jax.random.split(key, 2 + len(config.blocks))
+        self.config = config
+        self.embed = self.unembed = None
+        if config.model_dim is not None:
+            std, dim = config.init_std, config.model_dim
+            self.embed = std * jax.random.normal(in_key, (config.token_dim, dim), jnp.float32)
+            self.unembed = std * jax.random.normal(out_key, (dim, config.output_dim), jnp.float32)
+        self.layers = tuple(
+            Layer(block, config, first=i == 0, key=k)
+            for i, (block, k) in enumerate(zip(config.blocks, keys, strict=True))
+        )
+        self.final_norm = jnp.ones(config.width, jnp.float32) if config.layer_norm else None
+
+    def __call__(self, tokens: Float[Array, "*batch time token"]) -> Float[Array, "*batch time output"]:
+        """Predictions after every token."""
+        return self._run(tokens, _Tap({}, record=False))
+
+    def trace(
+        self, tokens: Float[Array, "*batch time token"], *, edit: Mapping[str, Edit] | None = None
+    ) -> tuple[Float[Array, "*batch time output"], dict[str, Array]]:
+        """Predictions, and every activation under its address.
+
+        Under `jit` nothing is computed for activations that are not read.
+
+        Args:
+            edit: functions that replace activations on their way, by address.
+        """
+        tap = _Tap(edit or {}, record=True)
+        predictions = self._run(tokens, tap)
+        tap.check()
+        return predictions, tap.seen
+
+    def _run(self, tokens: Array, tap: _Tap) -> Array:
+        config = self.config
+        if tokens.ndim < 2 or tokens.shape[-1] != config.token_dim:
+            raise ValueError(f"tokens: expected [..., time, {config.token_dim}], got shape {tokens.shape}.")
+        x = tokens if self.embed is None else self._project(tokens, self.embed)
+        codes = None
+        if config.positions is not None:
+            codes = positions(tokens.shape[-2], config.positions.dim)
+            if config.positions.at == "tokens":
+                x, codes = x + codes, None
+        x = tap("embedded", x)
+        for i, (layer, block) in enumerate(zip(self.layers, config.blocks, strict=True)):
+            path = f"blocks.{i}"
+            x = x + tap(f"{path}.mixer.out", self._mix(layer, block, x, codes if i == 0 else None, path, tap))
+            if block.mlp is not None:
+                x = tap(f"{path}.resid_mid", x)
+                x = x + tap(f"{path}.mlp.out", self._mlp(layer, block.mlp, x))
+            if config.clip is not None:
+                x = jnp.clip(x, -config.clip, config.clip)
+            x = tap(f"{path}.resid_post", x)
+        x = _layer_norm(x, self.final_norm)
+        if self.unembed is None:
+            return tap("predictions", x[..., : config.output_dim])
+        return tap("predictions", self._project(x, self.unembed))
+
+    def _project(self, x: Array, matrix: Array) -> Array:
+        precision = jax.lax.Precision.DEFAULT if self.config.tf32 else jax.lax.Precision.HIGHEST
+        return jnp.matmul(x, matrix, precision=precision)
+
+    def _mlp(self, layer: Layer, mlp: FeedForward, x: Array) -> Array:
+        assert layer.mlp_in is not None
+        assert layer.mlp_out is not None
+        hidden = self._project(_layer_norm(x, layer.mlp_norm), layer.mlp_in)
+        return self._project(ACTIVATIONS[mlp.activation](hidden), layer.mlp_out)
+
+    def _mix(self, layer: Layer, block: Block, x: Array, codes: Array | None, path: str, tap: _Tap) -> Array:
+        config = self.config
+        x = _layer_norm(x, layer.mixer_norm)
+        if config.masked:
+            x = jnp.where(jnp.arange(config.width) < config.masked, 0, x)
+        beside = None if config.positions is None else config.positions.at
+        key_input = x if codes is None or beside != "key_inputs" else _beside(x, codes)
+        q, k = (_heads(self._project(key_input, w), block.heads) for w in (layer.queries, layer.keys))
+        v = _heads(self._project(x, layer.values), block.heads)
+        if codes is not None and beside == "keys":
+            q, k = _beside(q, codes), _beside(k, codes)
+        if block.normalize is not None:
+            q = _normalized(q, block.normalize)
+            if block.normalize.values:
+                v = _normalized(v, block.normalize)
+            else:
+                k = _normalized(k, block.normalize)
+        if block.dpfp:
+            q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
+        if block.shift_keys:
+            k = jnp.pad(k[..., :-1, :], [(0, 0)] * (k.ndim - 2) + [(1, 0), (0, 0)])
+        log_decay = None
+        if layer.forget is not None and layer.forget_bias is not None:
+            log_decay = -jax.nn.softplus(self._project(x, layer.forget) + layer.forget_bias)
+            log_decay = tap(f"{path}.mixer.log_decay", jnp.swapaxes(log_decay, -1, -2))
+        q, k, v = (tap(f"{path}.mixer.{n}", a) for n, a in (("queries", q), ("keys", k), ("values", v)))
+        heads = tap(f"{path}.mixer.heads", self._attend(layer, block.mixer, x, q, k, v, log_decay, path, tap))
+        return self._project(_join_heads(heads), layer.output)
+
+    def _attend(
+        self, layer: Layer, mixer: Mixer, x: Array, q: Array, k: Array, v: Array,
+        log_decay: Array | None, path: str, tap: _Tap,
+    ) -> Array:  # fmt: skip
+        time = q.shape[-2]
+        if isinstance(mixer, Softmax):
+            logits = jnp.einsum("...td,...id->...ti", q, k, precision=jax.lax.Precision.HIGHEST)
+            logits = logits / math.sqrt(q.shape[-1])
+            if log_decay is not None:
+                c = jnp.cumsum(log_decay, -1)
+                logits = logits + c[..., :, None] - c[..., None, :]
+            causal = jnp.tril(jnp.ones((time, time), bool))
+            weights = tap(f"{path}.mixer.attention", jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1))
+            return jnp.einsum("...ti,...id->...td", weights, v, precision=jax.lax.Precision.HIGHEST)
+
+        def attend(values: Array) -> Array:
+            if isinstance(mixer, Linear):
+                return _array(linear_attention(q, k, values, log_decay=log_decay))
+            if isinstance(mixer, Delta):
+                assert layer.rate is not None
+                rate = jnp.swapaxes(jax.nn.sigmoid(self._project(x, layer.rate)), -1, -2)
+                return _array(delta_attention(q, k, values, rate, log_decay=log_decay))
+            assert layer.lam is not None
+            lam = layer.lam if mixer.raw else jax.nn.softplus(layer.lam)
+            return _array(
+                mesa_attention(q, k, values, lam[:, None], log_decay=log_decay, method=mixer.method)
+            )
+
+        # What each output takes from each value: the outputs for values that are unit vectors.
+        tap.note(
+            f"{path}.mixer.attention",
+            lambda: attend(jnp.broadcast_to(jnp.eye(time, dtype=v.dtype), (*v.shape[:-1], time))),
+        )
+        return attend(v)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def positions(time: int, dim: int) -> Float[Array, "time dim"]:
+    """Sinusoidal codes: sine in even columns, cosine in odd ones."""
+    column = jnp.arange(dim)
+    rate = jnp.exp(-math.log(10000.0) / dim * (column - column % 2).astype(jnp.float32))
+    angle = jnp.arange(time, dtype=jnp.float32)[:, None] * rate
+    return jnp.where(column % 2 == 0, jnp.sin(angle), jnp.cos(angle))
+
+
+def dpfp(x: Float[Array, "*batch key"], nu: int) -> Float[Array, "*batch 2*nu*key"]:
+    r"""$\phi(x)$: products of $r = \mathrm{relu}([x, -x])$ with itself rolled by 1 to ν places."""
+    r = jax.nn.relu(jnp.concatenate([x, -x], -1))
+    return jnp.concatenate([r * jnp.roll(r, i, -1) for i in range(1, nu + 1)], -1)
+
+
+def _array(out: Any) -> Array:
+    assert isinstance(out, Array)
+    return out
+
+
+def _heads(x: Float[Array, "*batch time heads*key"], heads: int) -> Float[Array, "*batch head time key"]:
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], heads, -1), -2, -3)
+
+
+def _join_heads(x: Float[Array, "*batch head time key"]) -> Float[Array, "*batch time heads*key"]:
+    x = jnp.swapaxes(x, -2, -3)
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _beside(x: Array, codes: Array) -> Array:
+    return jnp.concatenate([x, jnp.broadcast_to(codes, (*x.shape[:-1], codes.shape[-1]))], -1)
+
+
+def _layer_norm(x: Array, scale: Array | None) -> Array:
+    return x if scale is None else scale * _standardized(x)
+
+
+def _standardized(x: Array) -> Array:
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+
+
+def _normalized(x: Array, normalize: Normalize) -> Array:
+    if normalize.by == "layer_norm":
+        return _standardized(x)
+    if normalize.by == "sum":
+        return x / (jnp.sum(x, -1, keepdims=True) + 1e-6)
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-12))

@@ -1,0 +1,267 @@
+"""The Transformer against plain numpy loops, and what its users rely on."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import erf
+
+from mesascope.models import (
+    Block,
+    Delta,
+    FeedForward,
+    Linear,
+    Mesa,
+    ModelConfig,
+    Normalize,
+    Positions,
+    Softmax,
+    Transformer,
+    dpfp,
+    positions,
+)  # fmt: skip
+from tests.helpers import assert_close
+
+MIXERS = {"softmax": Softmax(), "linear": Linear(), "mesa": Mesa(), "delta": Delta()}
+
+
+def small(mixer, *, layers=2, **changes):
+    block = {n: changes.pop(n) for n in tuple(changes) if n in Block.__dataclass_fields__}
+    blocks = (Block(mixer=mixer, heads=2, key_dim=3, **block),) * layers
+    return ModelConfig(**dict(token_dim=4, output_dim=4, model_dim=6, blocks=blocks, init_std=0.5) | changes)
+
+
+run = jax.jit(lambda model, tokens: model(tokens))
+
+
+def built(config, seed=0):
+    return jax.jit(lambda key: Transformer(config, key=key))(jax.random.key(seed))
+
+
+def tokens_like(config, *lead, time=7, seed=1):
+    return jax.random.normal(jax.random.key(seed), (*lead, time, config.token_dim), jnp.float32)
+
+
+def constructed(mixer, layers, heads, **changes):
+    blocks = (Block(mixer=mixer, heads=heads),) * layers
+    return ModelConfig(token_dim=40, output_dim=10, blocks=blocks, init_std=2e-4, clip=4.0, **changes)
+
+
+def embedded(blocks, obs=10, width=40):
+    codes = Positions(dim=width)
+    return ModelConfig(token_dim=obs, output_dim=obs, model_dim=width, blocks=blocks, positions=codes)
+
+
+MLP_300 = FeedForward(hidden=300, activation="gelu_tanh")
+COUNTS = {
+    "linear-1": (constructed(Linear(), 1, 2, masked=20), 6_400),
+    "mesa-1": (constructed(Mesa(), 1, 4, masked=20), 12_804),
+    "linear-6": (constructed(Linear(), 6, 4), 76_800),
+    "softmax-7": (embedded((Block(),) * 7), 96_800),
+    "hybrid-mesa": (embedded((Block(), Block(mixer=Mesa()))), 32_804),
+    "partial-softmax-7": (embedded((Block(heads=12),) * 7, obs=5, width=80), 576_800),
+    "nonlinear-softmax-7": (embedded((Block(mlp=MLP_300),) * 7, width=60), 397_200),
+    "nonlinear-hybrid-mesa": (
+        embedded((Block(mlp=MLP_300), Block(mixer=Mesa(), mlp=MLP_300)), width=60),
+        121_204,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name):
+    config, expected = COUNTS[name]
+    leaves = jax.tree.leaves(jax.eval_shape(lambda key: Transformer(config, key=key), jax.random.key(0)))
+    assert sum(leaf.size for leaf in leaves) == expected
+    assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+
+
+def in_numpy(model, tokens):
+    """The same model for one sequence, one position, one head at a time, in float64."""
+
+    def norm(x, scale):
+        if scale is None:
+            return x
+        x = x - x.mean(-1, keepdims=True)
+        return np.asarray(scale) * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+    config = model.config
+    x = np.asarray(tokens, np.float64)
+    weights = jax.tree.map(lambda a: np.asarray(a, np.float64), model)
+    time = len(x)
+    codes = None
+    if weights.embed is not None:
+        x = x @ weights.embed
+    if config.positions is not None:
+        dim = config.positions.dim
+        codes = np.array([
+            [(np.sin, np.cos)[j % 2](t / 10000 ** ((j - j % 2) / dim)) for j in range(dim)] for t in range(time)
+        ])  # fmt: skip
+        if config.positions.at == "tokens":
+            x = x + codes
+    for i, (layer, block) in enumerate(zip(weights.layers, config.blocks, strict=True)):
+        seen = norm(x, layer.mixer_norm).copy()
+        seen[:, : config.masked] = 0
+        first = i == 0 and codes is not None and config.positions.at != "tokens"
+        inputs = np.concatenate([seen, codes], 1) if first and config.positions.at == "key_inputs" else seen
+        heads = []
+        for h in range(block.heads):
+            part = slice(h * block.key_dim, (h + 1) * block.key_dim)
+            q, k, v = (
+                inputs @ layer.queries[:, part],
+                inputs @ layer.keys[:, part],
+                seen @ layer.values[:, part],
+            )
+            if first and config.positions.at == "keys":
+                q, k = np.concatenate([q, codes], 1), np.concatenate([k, codes], 1)
+            if block.normalize is not None:
+                q = q / np.linalg.norm(q, axis=-1, keepdims=True)
+                if block.normalize.values:
+                    v = v / np.linalg.norm(v, axis=-1, keepdims=True)
+                else:
+                    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+            if block.shift_keys:
+                k = np.concatenate([np.zeros_like(k[:1]), k[:-1]])
+            gamma = np.ones(time)
+            if layer.forget is not None:
+                gamma = 1 / (1 + np.exp(seen @ layer.forget[:, h] + layer.forget_bias[h]))
+            out = np.zeros((time, v.shape[1]))
+            phi = np.zeros((v.shape[1], k.shape[1]))
+            for t in range(time):
+                reach = np.array([np.prod(gamma[j + 1 : t + 1]) for j in range(t + 1)])
+                if isinstance(block.mixer, Softmax):
+                    score = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[1])) * reach
+                    out[t] = score / score.sum() @ v[: t + 1]
+                elif isinstance(block.mixer, Linear):
+                    out[t] = (reach * (k[: t + 1] @ q[t])) @ v[: t + 1]
+                elif isinstance(block.mixer, Mesa):
+                    lam = layer.lam[h] if block.mixer.raw else np.log1p(np.exp(layer.lam[h]))
+                    gram = np.eye(k.shape[1]) / lam * np.prod(gamma[: t + 1])
+                    gram = gram + (k[: t + 1].T * reach) @ k[: t + 1]
+                    out[t] = (v[: t + 1].T * reach) @ k[: t + 1] @ np.linalg.solve(gram, q[t])
+                else:
+                    rate = 1 / (1 + np.exp(-seen[t] @ layer.rate[:, h]))
+                    phi = gamma[t] * phi
+                    phi = phi + rate * np.outer(v[t] - phi @ k[t], k[t])
+                    out[t] = phi @ q[t]
+            heads.append(out)
+        x = x + np.concatenate(heads, 1) @ layer.output
+        if block.mlp is not None:
+            hidden = norm(x, layer.mlp_norm) @ layer.mlp_in
+            x = x + (hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))) @ layer.mlp_out
+        if config.clip is not None:
+            x = np.clip(x, -config.clip, config.clip)
+    x = norm(x, weights.final_norm)
+    return x[:, : config.output_dim] if weights.unembed is None else x @ weights.unembed
+
+
+VARIATIONS = {
+    "plain": {},
+    "no embedding": dict(model_dim=None, output_dim=2, masked=2, clip=1.0),
+    "positions beside inputs": dict(positions=Positions(dim=6)),
+    "positions beside keys": dict(positions=Positions(dim=6, at="keys")),
+    "positions added": dict(positions=Positions(dim=6, at="tokens")),
+    "everything else": dict(
+        layer_norm=True, normalize=Normalize(), mlp=FeedForward(hidden=5), forgets=True, shift_keys=True
+    ),
+    "queries and values": dict(normalize=Normalize(values=True)),
+}
+
+
+def combinations():
+    """All mixers with everything, every variation with one mixer drawn at random; the rest is slow."""
+    rng = random.Random(0)
+    fast = {("everything else", m) for m in MIXERS} | {(v, rng.choice(list(MIXERS))) for v in VARIATIONS}
+    for pair in itertools.product(VARIATIONS, MIXERS):
+        yield pytest.param(*pair, marks=() if pair in fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("variation", "mixer"), combinations())
+def test_against_numpy(variation, mixer):
+    config = small(MIXERS[mixer], **VARIATIONS[variation])
+    model = built(config)
+    tokens = tokens_like(config, 2)
+    out = run(model, tokens)
+    assert_close(out, np.stack([in_numpy(model, t) for t in tokens]), scale=5, name=variation)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_traces_and_edits(mixer):
+    config = small(MIXERS[mixer], mlp=FeedForward(hidden=5), positions=Positions(dim=6))
+    model = built(config)
+    tokens = tokens_like(config, 2)
+    out, seen = jax.jit(lambda t: model.trace(t))(tokens)
+    assert_close(out, run(model, tokens))
+    assert seen["blocks.1.mixer.queries"].shape == (2, 2, 7, 3)
+    # The residual stream adds up, and every head's output is its attention map times its values.
+    total = seen["embedded"] + sum(seen[f"blocks.{i}.{p}.out"] for i in range(2) for p in ("mixer", "mlp"))
+    assert_close(total, seen["blocks.1.resid_post"])
+    for i in range(2):
+        attention = seen[f"blocks.{i}.mixer.attention"]
+        assert np.abs(np.triu(attention, 1)).max() < 1e-6
+        assert_close(attention @ seen[f"blocks.{i}.mixer.values"], seen[f"blocks.{i}.mixer.heads"], scale=5)
+    # An edit acts from its place on, and nowhere before.
+    cut, after = jax.jit(lambda t: model.trace(t, edit={"blocks.1.mixer.out": jnp.zeros_like}))(tokens)
+    assert_close(after["blocks.0.resid_post"], seen["blocks.0.resid_post"])
+    assert not np.any(after["blocks.1.mixer.out"])
+    assert np.abs(cut - out).max() > 1e-3
+    with pytest.raises(KeyError, match=r"no activation 'blocks\.7\.mixer\.out'.*blocks\.1\.mixer\.queries"):
+        model.trace(tokens, edit={"blocks.7.mixer.out": jnp.zeros_like})
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_causal_and_differentiable_for_many_seeds_at_once(mixer):
+    config = small(MIXERS[mixer], forgets=True, dpfp=1)
+    models = jax.vmap(lambda key: Transformer(config, key=key))(jax.random.split(jax.random.key(0), 3))
+    tokens = tokens_like(config, 2)
+
+    @jax.jit
+    def slopes(models, tokens):
+        def loss(model, tokens):
+            return jnp.sum(model(tokens)[:, 4] ** 2)
+
+        return jax.vmap(jax.grad(loss, (0, 1)), (0, None))(models, tokens)
+
+    model_bar, token_bar = slopes(models, tokens)
+    assert not np.any(token_bar[:, :, 5:])
+    assert np.all(np.abs(token_bar[:, :, 4]).max(-1) > 0)
+    for leaf in jax.tree.leaves(model_bar):
+        assert np.isfinite(leaf).all()
+        assert np.any(leaf)
+
+
+def test_nothing_is_computed_that_is_not_read():
+    config = small(Mesa())
+    model, tokens = built(config), tokens_like(config)
+
+    def size(function):
+        return len(jax.jit(function).lower(tokens).compile().as_text())
+
+    assert size(lambda t: model.trace(t)[0]) == pytest.approx(size(lambda t: model(t)), rel=0.02)
+    assert size(lambda t: model.trace(t)[1]["blocks.0.mixer.attention"]) > 0
+
+
+def test_features_and_codes():
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    r = np.maximum(np.concatenate([x, -x], 1), 0)
+    expected = np.concatenate([r * np.roll(r, i, 1) for i in (1, 2, 3)], 1)
+    assert_close(dpfp(jnp.asarray(x), 3), expected)
+    assert dpfp(jnp.zeros((2, 64)), 3).shape == (2, 384)
+    code = np.asarray(positions(50, 40))
+    assert_close(code[7, 4:6], np.array([np.sin(7 / 10000 ** (4 / 40)), np.cos(7 / 10000 ** (4 / 40))]))
+
+
+def test_wrong_input_is_named():
+    with pytest.raises(ValueError, match=r"tokens: expected \[..., time, 4\], got shape \(7, 5\)"):
+        built(small(Linear()))(jnp.zeros((7, 5)))
+    with pytest.raises(ValueError, match="blocks: expected at least one"):
+        ModelConfig(token_dim=4, output_dim=4, blocks=())
+    with pytest.raises(ValueError, match="output_dim"):
+        ModelConfig(token_dim=4, output_dim=5, blocks=(Block(),))
+    with pytest.raises(ValueError, match="masked"):
+        small(Linear(), masked=6)
+    with pytest.raises(ValueError, match=r"positions\.dim: expected the width 6, got 40"):
+        small(Linear(), positions=Positions(at="tokens"))
