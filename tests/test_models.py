@@ -179,7 +179,7 @@ def combinations():
         yield pytest.param(*pair, marks=() if pair in fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("variation", "mixer"), combinations())
+@pytest.mark.parametrize(("variation", "mixer"), list(combinations()))
 def test_against_numpy(variation, mixer):
     config = small(MIXERS[mixer], **VARIATIONS[variation])
     model = built(config)
