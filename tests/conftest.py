@@ -4,6 +4,8 @@ Most of the time goes into compiling, so programs are compiled with few optimiza
 say `OPTIMIZED = True`: those that measure rounding errors or run the programs that users run.
 """
 
+import gc
+
 import jax
 import pytest
 
@@ -15,3 +17,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def _compile_quickly(request):
     quickly = not getattr(request.module, "OPTIMIZED", False)
     jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    # Every compiled program maps memory, and a process may have only so many mappings before XLA crashes.
+    jax.clear_caches()
+    gc.collect()
