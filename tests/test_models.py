@@ -265,3 +265,36 @@ def test_wrong_input_is_named():
         small(Linear(), masked=6)
     with pytest.raises(ValueError, match=r"positions\.dim: expected the width 6, got 40"):
         small(Linear(), positions=Positions(at="tokens"))
+
+
+def places():
+    """All places of the codes with all mixers; one place for each mixer in the fast tier."""
+    fast = {("softmax", "keys"), ("linear", "tokens"), ("mesa", "key_inputs"), ("delta", "keys")}
+    for pair in itertools.product(MIXERS, ("key_inputs", "keys", "tokens")):
+        yield pytest.param(*pair, marks=() if pair in fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("mixer", "at"), list(places()))
+def test_decoding_equals_the_parallel_pass(mixer, at):
+    """However the sequence is cut; and what is remembered does not grow."""
+    changes = VARIATIONS["everything else"] | dict(positions=Positions(dim=6, at=at))
+    config = small(MIXERS[mixer], **changes)
+    model, tokens = built(config), tokens_like(config, 2)
+    expected = run(model, tokens)
+    decode = jax.jit(lambda model, tokens, state: model.decode(tokens, state))
+    start = model.init_state(2, length=7)
+    for cuts in ([1] * 7, [4, 1, 2], [7]):
+        state, at_token, parts = start, 0, []
+        for size in cuts:
+            out, state = decode(model, tokens[:, at_token : at_token + size], state)
+            parts, at_token = [*parts, out], at_token + size
+        assert_close(jnp.concatenate(parts, 1), expected, scale=5, name=f"cut {cuts}")
+        assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+    assert state.position == 7
+
+
+def test_softmax_decoding_needs_a_length():
+    with pytest.raises(ValueError, match="length: softmax layers keep every token"):
+        built(small(Softmax())).init_state(2)
+    sizes = [x.size for x in jax.tree.leaves(built(small(Mesa())).init_state(2))]
+    assert sum(sizes) == 1 + 2 * 2 * 2 * (9 + 9)

@@ -7,19 +7,21 @@ are `[..., time, width]`, leading axes are free. Every activation has an address
     predictions, activations = model.trace(tokens)
     activations["blocks.2.mixer.queries"]
     model.trace(tokens, edit={"blocks.0.resid_post": jnp.zeros_like})
+
+And a model decodes: `decode` goes on from a state, one token or many at a time.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from mesascope.ops import delta_attention, linear_attention, mesa_attention
+from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Mesa:
 
     Attributes:
         lam_init: λ at the start, one per head, learned.
-        raw: the parameter is λ itself, which training may drive below zero (released code); otherwise its softplus
-            is.
+        raw: the parameter is λ itself, used as 1e-6 where training drives it lower (released code, but for the
+            bound); otherwise its softplus is λ.
         method: see `mesa_attention`.
     """
 
@@ -156,6 +158,37 @@ class ModelConfig:
         return self.token_dim if self.model_dim is None else self.model_dim
 
 
+class Cache(NamedTuple):
+    """What softmax attention remembers: everything, up to a length fixed in advance.
+
+    Attributes:
+        log_decay: its running sum $c_t$, where the block forgets.
+    """
+
+    keys: Float[Array, "*batch head length key"]
+    values: Float[Array, "*batch head length value"]
+    log_decay: Float[Array, "*batch head length"] | None
+
+
+class LayerState(NamedTuple):
+    """What one layer remembers.
+
+    Attributes:
+        memory: for linear attention and the delta rule one matrix per head.
+        last_key: where keys are shifted.
+    """
+
+    memory: Cache | MesaState | Float[Array, "*batch head value key"]
+    last_key: Float[Array, "*batch head 1 key"] | None
+
+
+class DecodingState(NamedTuple):
+    """What a model remembers of the tokens that it has read."""
+
+    position: Int[Array, ""]
+    layers: tuple[LayerState, ...]
+
+
 Edit = Callable[[Array], Array]
 
 
@@ -263,7 +296,7 @@ class Transformer(eqx.Module):
 
     def __call__(self, tokens: Float[Array, "*batch time token"]) -> Float[Array, "*batch time output"]:
         """Predictions after every token."""
-        return self._run(tokens, _Tap({}, record=False))
+        return self._run(tokens, None, _Tap({}, record=False))[0]
 
     def trace(
         self, tokens: Float[Array, "*batch time token"], *, edit: Mapping[str, Edit] | None = None
@@ -276,24 +309,76 @@ class Transformer(eqx.Module):
             edit: functions that replace activations on their way, by address.
         """
         tap = _Tap(edit or {}, record=True)
-        predictions = self._run(tokens, tap)
+        predictions, _ = self._run(tokens, None, tap)
         tap.check()
         return predictions, tap.seen
 
-    def _run(self, tokens: Array, tap: _Tap) -> Array:
+    def init_state(self, *batch: int, length: int | None = None) -> DecodingState:
+        """The state before the first token, for `decode`.
+
+        Args:
+            batch: sizes of the leading axes of the tokens.
+            length: how many tokens softmax layers have room for; no other layer needs it. Nothing can be said at
+                run time about a token beyond it: it takes the place of the last one.
+        """
+        layers = []
+        for i, (layer, block) in enumerate(zip(self.layers, self.config.blocks, strict=True)):
+            key_dim = block.key_dim
+            if i == 0 and self.config.positions is not None and self.config.positions.at == "keys":
+                key_dim += self.config.positions.dim
+            key_dim *= 2 * block.dpfp or 1
+            heads = (*batch, block.heads)
+            if isinstance(block.mixer, Softmax):
+                if length is None:
+                    raise ValueError("length: softmax layers keep every token; say how many there will be.")
+                memory = Cache(
+                    jnp.zeros((*heads, length, key_dim), jnp.float32),
+                    jnp.zeros((*heads, length, block.key_dim), jnp.float32),
+                    jnp.zeros((*heads, length), jnp.float32) if block.forgets else None,
+                )
+            elif isinstance(block.mixer, Mesa):
+                lam = jnp.broadcast_to(_lam(layer, block.mixer), (*heads, key_dim))
+                memory = mesa_init(lam, block.key_dim)
+                assert isinstance(memory, MesaState)
+            else:
+                memory = jnp.zeros((*heads, block.key_dim, key_dim), jnp.float32)
+            last_key = jnp.zeros((*heads, 1, key_dim), jnp.float32) if block.shift_keys else None
+            layers.append(LayerState(memory, last_key))
+        return DecodingState(jnp.zeros((), jnp.int32), tuple(layers))
+
+    def decode(
+        self, tokens: Float[Array, "*batch time token"], state: DecodingState
+    ) -> tuple[Float[Array, "*batch time output"], DecodingState]:
+        """Read on: predictions after each of these tokens, and the state after the last.
+
+        However a sequence is cut into calls, the predictions are those of `model(tokens)`. Memory does not grow with
+        what has been read; softmax layers allocate it all in `init_state`.
+        """
+        predictions, after = self._run(tokens, state, _Tap({}, record=False))
+        assert after is not None
+        return predictions, after
+
+    def _run(
+        self, tokens: Array, state: DecodingState | None, tap: _Tap
+    ) -> tuple[Array, DecodingState | None]:
         config = self.config
         if tokens.ndim < 2 or tokens.shape[-1] != config.token_dim:
             raise ValueError(f"tokens: expected [..., time, {config.token_dim}], got shape {tokens.shape}.")
         x = tokens if self.embed is None else self._project(tokens, self.embed)
+        time, start = tokens.shape[-2], None if state is None else state.position
         codes = None
         if config.positions is not None:
-            codes = positions(tokens.shape[-2], config.positions.dim)
+            codes = positions(time, config.positions.dim, start=start)
             if config.positions.at == "tokens":
                 x, codes = x + codes, None
         x = tap("embedded", x)
+        after = []
         for i, (layer, block) in enumerate(zip(self.layers, config.blocks, strict=True)):
             path = f"blocks.{i}"
-            x = x + tap(f"{path}.mixer.out", self._mix(layer, block, x, codes if i == 0 else None, path, tap))
+            before = None if state is None else state.layers[i]
+            mixed, memory = self._mix(layer, block, x, codes if i == 0 else None, before, start, path, tap)
+            after.append(memory)
+            x = x + tap(f"{path}.mixer.out", mixed)
             if block.mlp is not None:
                 x = tap(f"{path}.resid_mid", x)
                 x = x + tap(f"{path}.mlp.out", self._mlp(layer, block.mlp, x))
@@ -301,9 +386,9 @@ class Transformer(eqx.Module):
                 x = jnp.clip(x, -config.clip, config.clip)
             x = tap(f"{path}.resid_post", x)
         x = _layer_norm(x, self.final_norm)
-        if self.unembed is None:
-            return tap("predictions", x[..., : config.output_dim])
-        return tap("predictions", self._project(x, self.unembed))
+        x = x[..., : config.output_dim] if self.unembed is None else self._project(x, self.unembed)
+        state = None if state is None else DecodingState(state.position + time, tuple(after))
+        return tap("predictions", x), state
 
     def _project(self, x: Array, matrix: Array) -> Array:
         precision = jax.lax.Precision.DEFAULT if self.config.tf32 else jax.lax.Precision.HIGHEST
@@ -315,7 +400,10 @@ class Transformer(eqx.Module):
         hidden = self._project(_layer_norm(x, layer.mlp_norm), layer.mlp_in)
         return self._project(ACTIVATIONS[mlp.activation](hidden), layer.mlp_out)
 
-    def _mix(self, layer: Layer, block: Block, x: Array, codes: Array | None, path: str, tap: _Tap) -> Array:
+    def _mix(
+        self, layer: Layer, block: Block, x: Array, codes: Array | None,
+        before: LayerState | None, start: Array | None, path: str, tap: _Tap,
+    ) -> tuple[Array, LayerState | None]:  # fmt: skip
         config = self.config
         x = _layer_norm(x, layer.mixer_norm)
         if config.masked:
@@ -334,50 +422,100 @@ class Transformer(eqx.Module):
                 k = _normalized(k, block.normalize)
         if block.dpfp:
             q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
+        last_key = None
         if block.shift_keys:
-            k = jnp.pad(k[..., :-1, :], [(0, 0)] * (k.ndim - 2) + [(1, 0), (0, 0)])
-        log_decay = None
+            previous = jnp.zeros_like(k[..., :1, :]) if before is None else before.last_key
+            assert previous is not None
+            last_key, k = k[..., -1:, :], jnp.concatenate([previous, k[..., :-1, :]], -2)
+        log_decay = rate = None
         if layer.forget is not None and layer.forget_bias is not None:
             log_decay = -jax.nn.softplus(self._project(x, layer.forget) + layer.forget_bias)
             log_decay = tap(f"{path}.mixer.log_decay", jnp.swapaxes(log_decay, -1, -2))
+        if layer.rate is not None:
+            rate = jax.nn.sigmoid(self._project(x, layer.rate))
+            rate = tap(f"{path}.mixer.rate", jnp.swapaxes(rate, -1, -2))
         q, k, v = (tap(f"{path}.mixer.{n}", a) for n, a in (("queries", q), ("keys", k), ("values", v)))
-        heads = tap(f"{path}.mixer.heads", self._attend(layer, block.mixer, x, q, k, v, log_decay, path, tap))
-        return self._project(_join_heads(heads), layer.output)
-
-    def _attend(
-        self, layer: Layer, mixer: Mixer, x: Array, q: Array, k: Array, v: Array,
-        log_decay: Array | None, path: str, tap: _Tap,
-    ) -> Array:  # fmt: skip
-        time = q.shape[-2]
-        if isinstance(mixer, Softmax):
-            logits = jnp.einsum("...td,...id->...ti", q, k, precision=jax.lax.Precision.HIGHEST)
-            logits = logits / math.sqrt(q.shape[-1])
-            if log_decay is not None:
-                c = jnp.cumsum(log_decay, -1)
-                logits = logits + c[..., :, None] - c[..., None, :]
-            causal = jnp.tril(jnp.ones((time, time), bool))
-            weights = tap(f"{path}.mixer.attention", jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1))
-            return jnp.einsum("...ti,...id->...td", weights, v, precision=jax.lax.Precision.HIGHEST)
-
-        def attend(values: Array) -> Array:
-            if isinstance(mixer, Linear):
-                return _array(linear_attention(q, k, values, log_decay=log_decay))
-            if isinstance(mixer, Delta):
-                assert layer.rate is not None
-                rate = jnp.swapaxes(jax.nn.sigmoid(self._project(x, layer.rate)), -1, -2)
-                return _array(delta_attention(q, k, values, rate, log_decay=log_decay))
-            assert layer.lam is not None
-            lam = layer.lam if mixer.raw else jax.nn.softplus(layer.lam)
-            return _array(
-                mesa_attention(q, k, values, lam[:, None], log_decay=log_decay, method=mixer.method)
+        memory = None if before is None else before.memory
+        if isinstance(block.mixer, Softmax):
+            assert memory is None or isinstance(memory, Cache)
+            heads, memory = _softmax(
+                q, k, v, log_decay, memory, start, lambda a: tap(f"{path}.mixer.attention", a)
             )
+        else:
+            # What each output takes from each value: the outputs for values that are unit vectors.
+            eye = jnp.broadcast_to(jnp.eye(q.shape[-2], dtype=v.dtype), (*v.shape[:-1], q.shape[-2]))
+            mixer = block.mixer
+            tap.note(f"{path}.mixer.attention", lambda: _regress(layer, mixer, q, k, eye, log_decay, rate)[0])
+            heads, memory = _regress(layer, mixer, q, k, v, log_decay, rate, memory)
+        heads = tap(f"{path}.mixer.heads", heads)
+        after = None if memory is None else LayerState(memory, last_key)
+        return self._project(_join_heads(heads), layer.output), after
 
-        # What each output takes from each value: the outputs for values that are unit vectors.
-        tap.note(
-            f"{path}.mixer.attention",
-            lambda: attend(jnp.broadcast_to(jnp.eye(time, dtype=v.dtype), (*v.shape[:-1], time))),
-        )
-        return attend(v)
+
+def _softmax(
+    q: Array, k: Array, v: Array, log_decay: Array | None,
+    cache: Cache | None, start: Array | None, tap: Callable[[Array], Array],
+) -> tuple[Array, Cache | None]:  # fmt: skip
+    """Attention to these tokens, and to those of the cache, which they are added to."""
+    times = jnp.arange(q.shape[-2], dtype=jnp.int32)
+    running = None if log_decay is None else jnp.cumsum(log_decay, -1)
+    if cache is not None:
+        assert start is not None
+        times = times + start
+        if running is not None:
+            assert cache.log_decay is not None
+            so_far = jnp.where(start > 0, cache.log_decay[..., jnp.maximum(start - 1, 0)], 0)
+            running = running + so_far[..., None]
+
+        def add(old: Array, new: Array, axis: int) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, start, old.ndim + axis)
+
+        sums = None if running is None or cache.log_decay is None else add(cache.log_decay, running, -1)
+        cache = Cache(add(cache.keys, k, -2), add(cache.values, v, -2), sums)
+        k, v = cache.keys, cache.values
+    logits = jnp.einsum("...td,...id->...ti", q, k, precision=jax.lax.Precision.HIGHEST)
+    logits = logits / math.sqrt(q.shape[-1])
+    if running is not None:
+        past = running if cache is None else cache.log_decay
+        assert past is not None
+        logits = logits + running[..., :, None] - past[..., None, :]
+    causal = jnp.arange(k.shape[-2], dtype=jnp.int32) <= times[:, None]
+    weights = tap(jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1))
+    return jnp.einsum("...ti,...id->...td", weights, v, precision=jax.lax.Precision.HIGHEST), cache
+
+
+def _regress(
+    layer: Layer, mixer: Linear | Mesa | Delta, q: Array, k: Array, v: Array,
+    log_decay: Array | None, rate: Array | None, memory: Cache | MesaState | Array | None = None,
+) -> tuple[Array, MesaState | Array | None]:  # fmt: skip
+    """Attention through a matrix fitted to the pairs so far."""
+    if isinstance(mixer, Mesa):
+        lam = _lam(layer, mixer)
+        if memory is None:
+            return mesa_attention(q, k, v, lam, log_decay=log_decay, method=mixer.method), None
+        assert isinstance(memory, MesaState)
+        if q.shape[-2] > 1:
+            out, after = mesa_attention(
+                q, k, v, lam, log_decay=log_decay, state=memory, method=mixer.method, return_state=True
+            )
+        else:
+            log_decay = None if log_decay is None else log_decay[..., 0]
+            after, out = mesa_step(memory, q[..., 0, :], k[..., 0, :], v[..., 0, :], log_decay=log_decay)
+            out = out[..., None, :]
+        assert isinstance(after, MesaState)
+        return out, after
+    assert memory is None or isinstance(memory, Array)
+    if isinstance(mixer, Linear):
+        out, after = linear_attention(q, k, v, log_decay=log_decay, state=memory, return_state=True)
+    else:
+        assert rate is not None
+        out, after = delta_attention(q, k, v, rate, log_decay=log_decay, state=memory, return_state=True)
+    return out, None if memory is None else after
+
+
+def _lam(layer: Layer, mixer: Mesa) -> Float[Array, "head 1"]:
+    assert layer.lam is not None
+    return (jnp.maximum(layer.lam, 1e-6) if mixer.raw else jax.nn.softplus(layer.lam))[:, None]
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -387,11 +525,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def positions(time: int, dim: int) -> Float[Array, "time dim"]:
-    """Sinusoidal codes: sine in even columns, cosine in odd ones."""
+def positions(time: int, dim: int, *, start: Int[Array, ""] | None = None) -> Float[Array, "time dim"]:
+    """Sinusoidal codes of `time` positions from `start` (0) on: sine in even columns, cosine in odd ones."""
     column = jnp.arange(dim)
     rate = jnp.exp(-math.log(10000.0) / dim * (column - column % 2).astype(jnp.float32))
-    angle = jnp.arange(time, dtype=jnp.float32)[:, None] * rate
+    position = jnp.arange(time, dtype=jnp.int32) + (0 if start is None else start)
+    angle = position.astype(jnp.float32)[:, None] * rate
     return jnp.where(column % 2 == 0, jnp.sin(angle), jnp.cos(angle))
 
 
@@ -399,11 +538,6 @@ def dpfp(x: Float[Array, "*batch key"], nu: int) -> Float[Array, "*batch 2*nu*ke
     r"""$\phi(x)$: products of $r = \mathrm{relu}([x, -x])$ with itself rolled by 1 to ν places."""
     r = jax.nn.relu(jnp.concatenate([x, -x], -1))
     return jnp.concatenate([r * jnp.roll(r, i, -1) for i in range(1, nu + 1)], -1)
-
-
-def _array(out: Any) -> Array:
-    assert isinstance(out, Array)
-    return out
 
 
 def _heads(x: Float[Array, "*batch time heads*key"], heads: int) -> Float[Array, "*batch head time key"]:
