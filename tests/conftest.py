@@ -13,6 +13,13 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture
+def standard_promotion():
+    """For what uses optax, which adds integers to floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly(request):
     quickly = not getattr(request.module, "OPTIMIZED", False)

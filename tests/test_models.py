@@ -45,40 +45,6 @@ def tokens_like(config, *lead, time=7, seed=1):
     return jax.random.normal(jax.random.key(seed), (*lead, time, config.token_dim), jnp.float32)
 
 
-def constructed(mixer, layers, heads, **changes):
-    blocks = (Block(mixer=mixer, heads=heads),) * layers
-    return ModelConfig(token_dim=40, output_dim=10, blocks=blocks, init_std=2e-4, clip=4.0, **changes)
-
-
-def embedded(blocks, obs=10, width=40):
-    codes = Positions(dim=width)
-    return ModelConfig(token_dim=obs, output_dim=obs, model_dim=width, blocks=blocks, positions=codes)
-
-
-MLP_300 = FeedForward(hidden=300, activation="gelu_tanh")
-COUNTS = {
-    "linear-1": (constructed(Linear(), 1, 2, masked=20), 6_400),
-    "mesa-1": (constructed(Mesa(), 1, 4, masked=20), 12_804),
-    "linear-6": (constructed(Linear(), 6, 4), 76_800),
-    "softmax-7": (embedded((Block(),) * 7), 96_800),
-    "hybrid-mesa": (embedded((Block(), Block(mixer=Mesa()))), 32_804),
-    "partial-softmax-7": (embedded((Block(heads=12),) * 7, obs=5, width=80), 576_800),
-    "nonlinear-softmax-7": (embedded((Block(mlp=MLP_300),) * 7, width=60), 397_200),
-    "nonlinear-hybrid-mesa": (
-        embedded((Block(mlp=MLP_300), Block(mixer=Mesa(), mlp=MLP_300)), width=60),
-        121_204,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_parameter_counts(name):
-    config, expected = COUNTS[name]
-    leaves = jax.tree.leaves(jax.eval_shape(lambda key: Transformer(config, key=key), jax.random.key(0)))
-    assert sum(leaf.size for leaf in leaves) == expected
-    assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
-
-
 def in_numpy(model, tokens):
     """The same model for one sequence, one position, one head at a time, in float64."""
 

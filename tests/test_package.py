@@ -12,7 +12,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mesascope"
 # Data flows one way, and imports follow it.
-LAYERS = ["typing", "ops", "layer", "tasks", "models", "bench", "cli"]
+LAYERS = [
+    "typing",
+    "ops",
+    "layer",
+    "tasks",
+    "models",
+    "training",
+    "presets",
+    "store",
+    "progress",
+    "runs",
+    "sinks",
+    "show",
+    "bench",
+    "cli",
+]
 
 
 def run(code: str, timeout: int = 300, **environment: str) -> subprocess.CompletedProcess[str]:

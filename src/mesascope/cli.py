@@ -1,10 +1,14 @@
 """`mesascope`: the command line."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from mesascope.training import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +70,158 @@ class Reproduce:
         BenchOps(small=True, repeats=7).run()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a preset, or go on with it. `mesascope train PRESET --help` lists every field that can be set."""
+
+    preset: tyro.conf.Positional[str]
+    """A name that `mesascope list` shows."""
+    variant: Literal["as_run", "as_written"] = "as_run"
+    """As the authors' released code ran it, or as the paper's text has it."""
+    seeds: int | None = None
+    """How many models to train side by side (train.seeds)."""
+    runs: Path = Path("runs")
+    """Directory of runs."""
+    fresh: bool = False
+    """Forget what there is of this run and begin again."""
+    max_minutes: float | None = None
+    """Stop cleanly after so many minutes; the same command goes on later."""
+    save_seconds: float = 30.0
+    """Time between checkpoints; the result does not depend on it."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run's directory (extra: tensorboard)."""
+    wandb: str | None = None
+    """Also send metrics to this Weights & Biases project (extra: wandb)."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change the kind of something: `--set model.blocks.1.mixer=Linear`, or `PATH={"kind": "Mesa", "lam_init": 2}`."""
+
+    def run(self, config: "Config | None" = None) -> None:
+        from rich.console import Console
+
+        from mesascope import sinks
+        from mesascope.presets import preset
+        from mesascope.runs import fit, path_of
+        from mesascope.store import with_field
+
+        config = preset(self.preset, self.variant) if config is None else config
+        for assignment in self.set:
+            config = with_field(config, assignment)
+        if self.seeds is not None:
+            config = replace(config, train=replace(config.train, seeds=self.seeds))
+        path = path_of(config, self.runs)
+        opened = []
+        if self.tensorboard:
+            opened.append(sinks.TensorBoard(path))
+        if self.wandb is not None:
+            opened.append(sinks.WeightsAndBiases(self.wandb, path, config))
+        run = fit(
+            config,
+            runs=self.runs,
+            fresh=self.fresh,
+            max_minutes=self.max_minutes,
+            save_seconds=self.save_seconds,
+            sinks=opened,
+            console=Console(),
+        )
+        if not run.finished and self.max_minutes is None:
+            sys.exit(130)
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """The presets, and the runs there are."""
+
+    runs: Path = Path("runs")
+    """Directory of runs."""
+
+    def run(self) -> None:
+        from mesascope.show import list_presets, list_runs
+
+        list_presets()
+        list_runs(self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """One run: what it is, what made it, how it went."""
+
+    run_or_name: tyro.conf.Positional[str]
+    """Its directory, or its name (or how that begins)."""
+    runs: Path = Path("runs")
+    """Directory of runs."""
+
+    def run(self) -> None:
+        from mesascope.runs import find
+        from mesascope.show import show_run
+
+        show_run(find(self.run_or_name, runs=self.runs))
+
+
 Command = (
-    Annotated[Bench, tyro.conf.subcommand("bench")] | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
 )
 
 
-def main() -> None:
-    tyro.cli(Command, prog="mesascope", description=__doc__, config=(tyro.conf.OmitSubcommandPrefixes,)).run()
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command; errors that a user can do something about come without a traceback."""
+    from mesascope.runs import RunError
+    from mesascope.store import StoreError
+
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if arguments[:1] == ["train"] and len(arguments) > 1 and not arguments[1].startswith("-"):
+            _train(arguments[1], arguments[2:])
+        else:
+            options = (tyro.conf.OmitSubcommandPrefixes,)
+            tyro.cli(Command, prog="mesascope", description=__doc__, args=arguments, config=options).run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (RunError, StoreError, ValueError) as error:
+        from rich.console import Console
+        from rich.markup import escape
+
+        Console(stderr=True).print(
+            f"[bold red]mesascope:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+def _train(name: str, arguments: list[str]) -> None:
+    """The preset decides which fields there are, so it is read before them."""
+    from dataclasses import make_dataclass
+
+    from mesascope.presets import preset
+    from mesascope.training import Config
+
+    ahead, _ = tyro.cli(
+        _Variant, args=[a for a in arguments if a not in ("-h", "--help")], return_unknown_args=True
+    )
+    default = preset(name, ahead.variant)
+    options = make_dataclass(
+        "Options",
+        [
+            ("command", Annotated[Train, tyro.conf.arg(name="")]),
+            ("config", Annotated[Config, tyro.conf.arg(name="")]),
+        ],
+    )
+    given = tyro.cli(
+        options,
+        prog=f"mesascope train {name}",
+        description=Train.__doc__,
+        args=[name, *arguments],
+        default=options(command=Train(preset=name, variant=ahead.variant), config=default),
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    given.command.run(given.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    variant: Literal["as_run", "as_written"] = "as_run"
 
 
 if __name__ == "__main__":

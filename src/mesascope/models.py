@@ -84,6 +84,8 @@ class Block:
     """One layer: a mixer, and an MLP or none.
 
     Attributes:
+        heads: how many.
+        key_dim: width of each head's queries, keys and values.
         dpfp: ν of deterministic parameter-free projection features of queries and keys (2ν times as wide); 0: none.
         forgets: a learned forgetting factor per head and token.
         shift_keys: $k_{t-1}$ takes the place of $k_t$: pairs $(x_{t-1}, x_t)$ without a layer that makes them.

@@ -1,0 +1,503 @@
+"""Runs: training that survives its process, and what it leaves behind.
+
+A run is a directory named by its configuration:
+
+    runs/softmax-7-1f0c9a2b3d/
+      config.json            what was asked for
+      provenance.json        what it was made with
+      metrics.jsonl          one line per evaluation
+      checkpoint.safetensors where training stands; gone when it has finished
+      kept/step-000100.safetensors   weights along training, where the configuration asks for them
+      weights.safetensors    the trained models, seed axis first
+      result.json            losses on fresh sequences; written last, so a run that has it is finished
+
+The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bits.
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from mesascope import __version__, store
+from mesascope.models import Transformer
+from mesascope.progress import Progress, progress_on
+from mesascope.store import StoreError
+from mesascope.training import Config, Trainer, TrainState
+
+PACKAGE = Path(__file__).parent
+# What a run's numbers depend on.
+SOURCES = ("ops", "tasks", "typing.py", "models.py", "training.py")
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, with what to do about it."""
+
+
+class Sink(Protocol):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of one evaluation."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory.
+
+    Attributes:
+        path: of the directory.
+    """
+
+    path: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """What was asked for."""
+        return store.from_dict(store.read_json(self.path / "config.json"), Config)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has been trained to the end."""
+        return (self.path / "result.json").exists()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Losses on fresh sequences: `loss` by seed, `loss_by_position` by seed and position."""
+        self._must_be_finished()
+        return store.read_json(self.path / "result.json")
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What it was made with."""
+        return store.read_json(self.path / "provenance.json")
+
+    @property
+    def step(self) -> int:
+        """How far it is, by its last checkpoint."""
+        if self.finished:
+            return self.config.train.steps
+        for path in self._checkpoints:
+            try:
+                return int(store.read_metadata(path)["step"])
+            except StoreError:
+                continue
+        return 0
+
+    def metrics(self) -> dict[str, np.ndarray]:
+        """`step`, and by step and seed `eval_loss` and `train_loss` (since the evaluation before; NaN at first)."""
+        lines = _read_lines(self.path / "metrics.jsonl")
+        return {
+            name: np.array([line[name] for line in lines], float if name != "step" else int)
+            for name in ("step", "eval_loss", "train_loss")
+        }
+
+    def models(self) -> Transformer:
+        """The trained models, seed axis first."""
+        self._must_be_finished()
+        return self._read_models(self.path / "weights.safetensors")
+
+    def model(self, seed: int = 0) -> Transformer:
+        """One of the trained models."""
+        seeds = self.config.train.seeds
+        if not 0 <= seed < seeds:
+            raise ValueError(f"seed: this run has seeds 0 to {seeds - 1}, got {seed}.")
+        return jax.tree.map(lambda leaf: leaf[seed], self.models())
+
+    def kept(self) -> dict[int, Transformer]:
+        """The models along training, by step."""
+        paths = sorted((self.path / "kept").glob("step-*.safetensors"))
+        return {int(path.stem.removeprefix("step-")): self._read_models(path) for path in paths}
+
+    def _read_models(self, path: Path) -> Transformer:
+        return jax.tree.map(jnp.asarray, store.read_arrays(path, Trainer(self.config).shapes.models))
+
+    def _must_be_finished(self) -> None:
+        if not self.finished:
+            raise RunError(
+                f"{self.path} has not finished: step {self.step} of {self.config.train.steps}. "
+                "The command that began it goes on with it."
+            )
+
+    @property
+    def _checkpoints(self) -> list[Path]:
+        paths = (self.path / "checkpoint.safetensors", self.path / "checkpoint.previous.safetensors")
+        return [path for path in paths if path.exists()]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two processes must not write to one run."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise RunError(f"runs: cannot write to {self.path}: {error.strerror}.") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"{self.path} is being trained by another process.") from error
+        else:
+            yield
+        finally:
+            os.close(file)
+
+    def _clear(self) -> None:
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != ".lock":
+                path.unlink()
+
+    def _save(self, state: TrainState) -> None:
+        current = self.path / "checkpoint.safetensors"
+        step = str(int(state.step))
+        if current.exists():
+            # A link, so that there is a good checkpoint at every moment.
+            spare = self.path / ".checkpoint.link"
+            spare.unlink(missing_ok=True)
+            os.link(current, spare)
+            os.replace(spare, self.path / "checkpoint.previous.safetensors")
+        store.write_arrays(current, state, step=step, config=store.digest(self.config))
+
+    def _restore(self, shapes: TrainState, progress: Progress) -> TrainState | None:
+        """The newest checkpoint that is whole, or None before the first."""
+        problems = []
+        for path in self._checkpoints:
+            try:
+                written_for = store.read_metadata(path).get("config")
+                if written_for != store.digest(self.config):
+                    raise RunError(
+                        f"{path} is the checkpoint of another configuration ({written_for}). Nothing was changed: "
+                        "move it away, or start anew with --fresh."
+                    )
+                state = store.read_arrays(path, shapes)
+            except StoreError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                progress.note(f"{problem} Going on from the one before it.")
+            return jax.tree.map(jnp.asarray, state)
+        if problems:
+            raise RunError(f"{' '.join(problems)} No good one is left: start anew with --fresh.")
+        return None
+
+
+def fit(
+    config: Config,
+    *,
+    runs: str | Path = "runs",
+    fresh: bool = False,
+    max_minutes: float | None = None,
+    save_seconds: float = 30.0,
+    sinks: Sequence[Sink] = (),
+    console: Console | None = None,
+) -> Run:
+    """Train what a configuration describes, or go on with it, or return it if that has been done.
+
+    Args:
+        runs: directory of runs.
+        fresh: forget what there is of this run and begin again.
+        max_minutes: stop cleanly after so many; the same call goes on later.
+        save_seconds: time between checkpoints. It has no influence on the result.
+        sinks: further places for metrics.
+        console: where progress is shown: a bar on a terminal, lines elsewhere. None is silent.
+
+    Returns:
+        The run; `run.finished` is False if it was stopped.
+
+    Raises:
+        RunError: it diverged, is damaged, or was begun by other source. The message says what to do.
+        StoreError: a file could not be written.
+    """
+    run = Run(path_of(config, runs))
+    progress = progress_on(console)
+    with run._locked():
+        if fresh:
+            run._clear()
+        _check_source(run, progress)
+        if run.finished:
+            progress.note(f"{run.path} has already been trained.")
+            return run
+        if not (run.path / "config.json").exists():
+            store.write_json(run.path / "config.json", store.to_dict(config))
+        trainer = _trainer(config)
+        state = run._restore(trainer.shapes, progress)
+        if state is None:
+            store.write_json(run.path / "provenance.json", provenance(config))
+            state = trainer.start()
+        else:
+            progress.note(f"going on at step {int(state.step)} of {run.path}")
+        try:
+            _train(run, trainer, state, progress, max_minutes, save_seconds, sinks)
+        finally:
+            progress.stop()
+            for sink in sinks:
+                sink.close()
+    return run
+
+
+@lru_cache(maxsize=4)
+def _trainer(config: Config) -> Trainer:
+    """So that going on within one process does not compile again."""
+    return Trainer(config)
+
+
+def _train(
+    run: Run,
+    trainer: Trainer,
+    state: TrainState,
+    progress: Progress,
+    max_minutes: float | None,
+    save_seconds: float,
+    sinks: Sequence[Sink],
+) -> None:
+    train = trainer.config.train
+    began = last_save = time.monotonic()
+    log = _Log(run.path / "metrics.jsonl", until=int(state.step))
+    step, stride = int(state.step), 1
+    progress.start(step, train.steps)
+    with _interrupts() as interrupted:
+        while True:
+            if (step % train.eval_every == 0 or step == train.steps) and log.last_step != step:
+                by_position = trainer.evaluate(state.models)
+                losses = np.asarray(by_position @ trainer.predicts)
+                since = step - (log.last_step or 0)
+                mean = np.asarray(state.loss_sum) / since if since else np.full(train.seeds, np.nan)
+                rate = float(train.optimizer.rate(step))
+                log.add(dict(step=step, eval_loss=losses.tolist(), train_loss=_finite(mean), rate=rate))
+                for sink in sinks:
+                    named = {f"eval_loss/seed_{i}": float(x) for i, x in enumerate(losses)}
+                    sink.log(step, named | {"eval_loss": float(losses.mean()), "rate": rate})
+                state = state._replace(loss_sum=jnp.zeros_like(state.loss_sum))
+                progress.evaluated(step, losses)
+            if train.keep_every is not None and step % train.keep_every == 0:
+                store.write_arrays(run.path / "kept" / f"step-{step:06d}.safetensors", state.models)
+            if step == train.steps:
+                break
+            now = time.monotonic()
+            out_of_time = max_minutes is not None and now - began > 60 * max_minutes
+            if interrupted or out_of_time or now - last_save > save_seconds:
+                run._save(state)
+                last_save = now
+            if interrupted or out_of_time:
+                why = "interrupted" if interrupted else f"stopped after {max_minutes:g} minutes"
+                progress.note(f"{why} at step {step} and saved; the same command goes on from here.")
+                return
+            # Short enough for a bar that moves and an answer to Ctrl-C, long enough not to matter.
+            target = min(stride, train.eval_every - step % train.eval_every, train.steps - step)
+            if train.keep_every is not None:
+                target = min(target, train.keep_every - step % train.keep_every)
+            started = time.monotonic()
+            state, loss, failed = trainer.advance(state, target)
+            failed = np.asarray(failed)
+            if (failed >= 0).any():
+                raise _diverged(run, trainer, failed)
+            step += target
+            seconds = time.monotonic() - started
+            stride = 2 * stride if seconds < 0.5 else max(1, stride // 2) if seconds > 2 else stride
+            progress.advanced(step, np.asarray(loss))
+    store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
+    by_position = trainer.evaluate_finally(state.models)
+    result = dict(
+        loss=np.asarray(by_position @ trainer.predicts).tolist(),
+        loss_by_position=np.asarray(by_position).tolist(),
+        sequences=train.final_sequences,
+    )
+    store.write_json(run.path / "result.json", result)
+    for path in run._checkpoints:
+        path.unlink()
+    progress.finished(run.path, np.array(result["loss"]))
+
+
+def _diverged(run: Run, trainer: Trainer, failed: np.ndarray) -> RunError:
+    index = int(np.flatnonzero(failed >= 0)[0])
+    seed = trainer.config.train.first_seed + index
+    saved = run._checkpoints
+    kept = (
+        f"The last good checkpoint is {saved[0]}, step {run.step}."
+        if saved
+        else "There was no checkpoint yet."
+    )
+    return RunError(
+        f"training diverged: the loss of seed {seed} is not finite at step {int(failed[index])}. {kept} "
+        "A smaller learning rate (--train.optimizer.rate.peak) or activation clipping (--model.clip) may help."
+    )
+
+
+class _Log:
+    """`metrics.jsonl`: what was written after the last checkpoint is cut off, for it will be written again."""
+
+    def __init__(self, path: Path, until: int):
+        self.path = path
+        lines = [line for line in _read_lines(path) if line["step"] <= until]
+        self.last_step: int | None = lines[-1]["step"] if lines else None
+        store.write(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def add(self, line: dict[str, Any]) -> None:
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StoreError(f"could not write {self.path}: {error.strerror}.") from error
+        self.last_step = line["step"]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines; a torn last one is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    return [float(v) if np.isfinite(v) else None for v in values]
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, so that what runs can finish a step; a second one is obeyed at once."""
+    caught: list[int] = []
+
+    def catch(number: int, frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    try:
+        before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # Not the main thread: there signals are somebody else's.
+        before = {}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Where a run comes from.
+
+
+def provenance(config: Config) -> dict[str, Any]:
+    """What a run is being made with."""
+    libraries = ("jax", "jaxlib", "equinox", "optax", "numpy", "safetensors")
+    device = jax.devices()[0]
+    return {
+        "mesascope": __version__,
+        "source": source_hash(),
+        "git": _git_commit(),
+        "python": sys.version.split()[0],
+        "libraries": {name: importlib.metadata.version(name) for name in libraries},
+        "device": f"{device.device_kind} ({device.platform})",
+        "precision": "tf32 projections" if config.model.tf32 and device.platform == "gpu" else "float32",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+    }
+
+
+def source_hash() -> str:
+    """Of the source that a run's numbers depend on."""
+    total = hashlib.sha256()
+    for name in SOURCES:
+        path = PACKAGE / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            total.update(f"{file.relative_to(PACKAGE)}\n".encode())
+            total.update(file.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def _git_commit() -> str | None:
+    """Of the checkout that the package lies in, `+` if it has been changed; None outside of one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(PACKAGE), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        inside = git("ls-files", "--error-unmatch", "runs.py")
+        return (
+            git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+            if inside
+            else None
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _check_source(run: Run, progress: Progress) -> None:
+    """Half of a run by one program and half by another would be neither's."""
+    if not (run.path / "provenance.json").exists():
+        return
+    before, now = run.provenance.get("source"), source_hash()
+    if before == now:
+        return
+    what = f"{run.path} was made by other source than this ({before}, now {now})"
+    if not run.finished and run._checkpoints:
+        raise RunError(
+            f"{what}, and it is not finished. Begin again with --fresh, or go back to that source."
+        )
+    progress.note(f"{what}. To train it anew: --fresh.")
+
+
+def path_of(config: Config, runs: str | Path = "runs") -> Path:
+    """The directory of a configuration's run."""
+    return Path(runs) / f"{config.name}-{store.digest(config)}"
+
+
+def find(run_or_name: str | Path, *, runs: str | Path = "runs") -> Run:
+    """The run in that directory, or the one run whose name begins so."""
+    path = Path(run_or_name)
+    if (path / "config.json").exists():
+        return Run(path)
+    found = [p.parent for p in sorted(Path(runs).glob(f"{run_or_name}*/config.json"))]
+    exact = [p for p in found if p.name.rpartition("-")[0] == str(run_or_name)]
+    found = exact or found
+    if len(found) == 1:
+        return Run(found[0])
+    there = sorted(p.parent.name for p in Path(runs).glob("*/config.json"))
+    if found:
+        raise RunError(
+            f"{run_or_name!r} is one of several runs: {', '.join(p.name for p in found)}. Which one?"
+        )
+    raise RunError(
+        f"there is no run {str(run_or_name)!r} in {runs}. There {'are: ' + ', '.join(there) if there else 'is none'}."
+    )
+
+
+def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -> tuple[Transformer, Config]:
+    """A trained model and its configuration.
+
+    Args:
+        run_or_name: a run's directory, or its name (or how it begins) in `runs`.
+        seed: which of its models.
+    """
+    run = find(run_or_name, runs=runs)
+    return run.model(seed), run.config

@@ -1,0 +1,105 @@
+"""Presets and runs as tables."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mesascope.models import Transformer
+from mesascope.presets import PRESETS, preset
+from mesascope.progress import spread
+from mesascope.runs import Run
+from mesascope.store import StoreError
+from mesascope.training import Config
+
+
+def parameters(config: Config) -> int:
+    """How many numbers one model is made of."""
+    shapes = jax.eval_shape(lambda key: Transformer(config.model, key=key), jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def list_presets(console: Console | None = None) -> None:
+    """Every preset, as run."""
+    table = Table("preset", "shows", "parameters", "steps", "authors' loss", title="mesascope train PRESET")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for name, entry in PRESETS.items():
+        config = preset(name)
+        reference = "" if entry.reference is None else f"{entry.reference:.3f}"
+        table.add_row(name, entry.shows, f"{parameters(config):,}", f"{config.train.steps:,}", reference)
+    (console or Console()).print(table)
+
+
+def list_runs(runs: Path, console: Console | None = None) -> None:
+    """Every run in a directory."""
+    console = console or Console()
+    paths = sorted(path.parent for path in runs.glob("*/config.json"))
+    if not paths:
+        console.print(f"no runs in {runs}", highlight=False)
+        return
+    table = Table("run", "seeds", "steps", "loss on fresh sequences", title=f"runs in {runs}")
+    for run in map(Run, paths):
+        try:
+            train = run.config.train
+            loss = spread(np.array(run.result["loss"])) if run.finished else "not finished"
+            table.add_row(run.path.name, f"{train.seeds}", f"{run.step:,} of {train.steps:,}", loss)
+        except StoreError as error:
+            table.add_row(run.path.name, "", "", escape(str(error)))
+    console.print(table)
+
+
+def show_run(run: Run, console: Console | None = None) -> None:
+    """What it is, how it differs from its preset, what made it, how it went."""
+    console = console or Console()
+    config, made = run.config, run.provenance
+    console.print(f"[bold]{escape(str(run.path))}[/]", highlight=False)
+    name, variant = config.name, "as_run"
+    if name.endswith("-as-written"):
+        name, variant = name.removesuffix("-as-written"), "as_written"
+    if name in PRESETS:
+        changed = _differences(preset(name, variant), config)
+        text = ", ".join(f"{path} = {value!r}" for path, value in changed.items()) or "nothing changed"
+        console.print(f"preset {name} ({variant}): {escape(text)}", highlight=False)
+    console.print(f"{parameters(config):,} parameters, {config.train.seeds} seeds", highlight=False)
+    libraries = ", ".join(f"{k} {v}" for k, v in made["libraries"].items())
+    source = f"source {made['source']}, commit {made['git'] or 'unknown'}"
+    console.print(f"mesascope {made['mesascope']}, {source}", highlight=False)
+    console.print(
+        f"{made['device']}, {made['precision']}, Python {made['python']}, {libraries}", highlight=False
+    )
+    metrics = run.metrics()
+    if len(metrics["step"]):
+        table = Table("step", "held-out loss", "training loss since the line before")
+        chosen = np.unique(np.linspace(0, len(metrics["step"]) - 1, 12).round().astype(int))
+        for i in chosen:
+            train = metrics["train_loss"][i]
+            table.add_row(
+                f"{metrics['step'][i]:,}",
+                spread(metrics["eval_loss"][i]),
+                "" if np.isnan(train).any() else spread(train),
+            )
+        console.print(table)
+    if run.finished:
+        result = run.result
+        loss = spread(np.array(result["loss"]))
+        console.print(f"loss on {result['sequences']:,} fresh sequences: {loss}", highlight=False)
+        if name in PRESETS and variant == "as_run" and (reference := PRESETS[name].reference) is not None:
+            console.print(f"the authors' released model: {reference:.3f}", highlight=False)
+    else:
+        console.print(f"not finished: step {run.step:,} of {config.train.steps:,}", highlight=False)
+
+
+def _differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:
+    if dataclasses.is_dataclass(before) and type(before) is type(after):
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(before):
+            where = f"{path}.{field.name}" if path else field.name
+            found |= _differences(getattr(before, field.name), getattr(after, field.name), where)
+        return found
+    return {} if before == after else {path: after}

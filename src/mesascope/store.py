@@ -1,0 +1,204 @@
+"""Files that are whole or absent: atomic writes, named arrays with a checksum, configurations as JSON."""
+
+import hashlib
+import json
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+T = TypeVar("T")
+
+
+class StoreError(RuntimeError):
+    """A file that cannot be written, or is not what it should be."""
+
+
+def write(path: Path, content: bytes) -> None:
+    """All of it or nothing: whoever reads sees the old file or the new one, also after a crash."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise StoreError(
+            f"could not write {path}: {error.strerror}. What was there before is untouched."
+        ) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: expected JSON, but it is missing or damaged ({error}).") from error
+
+
+# Arrays.
+
+
+def write_arrays(path: Path, tree: Any, **metadata: str) -> None:
+    """A tree of arrays, each under the path of its leaf: `layers.0.queries`."""
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(tree).items()}
+    # One entry, for safetensors writes several in an order of its own: the same arrays are to be the same bytes.
+    header = json.dumps(metadata | {"sha256": _checksum(arrays)}, sort_keys=True)
+    write(path, save(arrays, {"mesascope": header}))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Of a file that `write_arrays` wrote."""
+    return _open(path)[1]
+
+
+def read_arrays(path: Path, like: T) -> T:
+    """The arrays back in a tree like the one given (of arrays or of shapes)."""
+    arrays, _ = _open(path)
+    wanted = _named(like)
+    for name in sorted(wanted.keys() ^ arrays.keys()):
+        whose = "is missing" if name in wanted else "is not expected"
+        raise StoreError(f"{path}: the array {name!r} {whose}. Is it of another model or another version?")
+    for name, leaf in wanted.items():
+        expected, got = (leaf.shape, leaf.dtype), (arrays[name].shape, arrays[name].dtype)
+        if expected != got:
+            raise StoreError(f"{path}: {name!r} is {got}, expected {expected}. Is it of another model?")
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+
+def _open(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    try:
+        with safe_open(path, framework="np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = json.loads((file.metadata() or {}).get("mesascope", "{}"))
+    except FileNotFoundError as error:
+        raise StoreError(f"{path}: there is no such file.") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise StoreError(f"{path} is damaged: {error}.") from error
+    if metadata.get("sha256") != _checksum(arrays):
+        raise StoreError(f"{path} is damaged: its contents do not fit its checksum.")
+    return arrays, metadata
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
+    total = hashlib.sha256()
+    for name in sorted(arrays):
+        array = arrays[name]
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
+
+
+# Configurations.
+
+
+def to_dict(value: Any) -> Any:
+    """A frozen dataclass as JSON data: every one of them carries the name of its kind."""
+    if is_dataclass(value):
+        return {"kind": type(value).__name__} | {
+            f.name: to_dict(getattr(value, f.name)) for f in fields(value)
+        }
+    if isinstance(value, tuple):
+        return [to_dict(v) for v in value]
+    return value
+
+
+def from_dict(data: Any, root: type[T]) -> T:
+    """The dataclass back. Fields that did not exist yet take their defaults."""
+    value = _revive(data, _kinds(root))
+    if not isinstance(value, root):
+        raise StoreError(f"expected a {root.__name__}, got {type(value).__name__}.")
+    return value
+
+
+def with_field(config: T, assignment: str) -> T:
+    """The configuration with one field set: `model.blocks.1.mixer=Linear`, or any JSON after the equals sign.
+
+    A word that is no JSON names a kind, with its default fields, or is a string.
+    """
+    path, equals, text = assignment.partition("=")
+    data = to_dict(config)
+    place: Any = data
+    *way, last = (int(name) if name.isdigit() else name for name in path.split("."))
+    try:
+        for name in way:
+            place = place[name]
+        place[last]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"set: the configuration has no field {path!r}.") from error
+    if not equals or last == "kind":
+        raise ValueError(f"set: expected FIELD=VALUE, got {assignment!r}.")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = {"kind": text} if text in _kinds(type(config)) else text
+    place[last] = value
+    return from_dict(data, type(config))
+
+
+def digest(config: Any) -> str:
+    """Ten hexadecimal digits that tell configurations apart."""
+    canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def _revive(data: Any, kinds: Mapping[str, type]) -> Any:
+    if isinstance(data, list):
+        return tuple(_revive(v, kinds) for v in data)
+    if not isinstance(data, dict):
+        return data
+    kind = kinds.get(data.get("kind", ""))
+    if kind is None:
+        raise StoreError(f"no kind {data.get('kind')!r} is known here. Was it written by another version?")
+    given = {name: _revive(v, kinds) for name, v in data.items() if name != "kind"}
+    unknown = sorted(given.keys() - {f.name for f in fields(kind)})
+    if unknown:
+        raise StoreError(f"{kind.__name__} has no field {unknown[0]!r}. Was it written by another version?")
+    try:
+        return kind(**given)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"not a valid {kind.__name__}: {error}") from error
+
+
+def _kinds(root: type) -> dict[str, type]:
+    """All dataclasses that the fields of `root` can hold, by name."""
+    found: dict[str, type] = {}
+
+    def visit(hint: Any) -> None:
+        if typing.get_origin(hint) in (Union, types.UnionType, tuple):
+            for part in typing.get_args(hint):
+                visit(part)
+        elif isinstance(hint, type) and is_dataclass(hint) and hint.__name__ not in found:
+            found[hint.__name__] = hint
+            for part in typing.get_type_hints(hint).values():
+                visit(part)
+
+    visit(root)
+    return found

@@ -1,0 +1,353 @@
+r"""Training: fresh sequences in every step, several seeds as one program.
+
+$$\min_\theta\; \mathbb E\; \frac1T\sum_{t=1}^{T} \tfrac12\lVert s_{t+1} - f_\theta(s_{1:t})\rVert^2$$
+
+`Trainer` turns a `Config` into three compiled functions: the state before the first step, any number of steps, and
+losses on held-out sequences. It knows no files and no clock; `runs.fit` adds those. `optimize` is for everything else
+that gradient descent tunes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
+
+from mesascope.models import ModelConfig, Transformer
+from mesascope.tasks import Dynamics, Examples, Standard, Tokens
+
+Params = TypeVar("Params")
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """One learning rate from beginning to end."""
+
+    peak: float = 1e-4
+
+    def __call__(self, step: ArrayLike) -> Float[Array, ""]:
+        return jnp.full((), self.peak, jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosine:
+    """Linear from 0 to `peak`, then half a cosine down to `floor`.
+
+    Attributes:
+        warmup: steps to the peak.
+        end: step at which the floor is reached, counted from the first; a run may well stop before it.
+    """
+
+    peak: float = 7e-4
+    warmup: int = 1000
+    end: int = 30_000
+    floor: float = 1e-5
+
+    def __post_init__(self):
+        if not 0 <= self.warmup < self.end:
+            raise ValueError(f"warmup: expected less than end = {self.end}, got {self.warmup}.")
+
+    def __call__(self, step: ArrayLike) -> Float[Array, ""]:
+        at = jnp.asarray(step).astype(jnp.float32)
+        progress = jnp.clip((at - self.warmup) / (self.end - self.warmup), 0, 1)
+        cosine = self.floor + (self.peak - self.floor) * 0.5 * (1 + jnp.cos(math.pi * progress))
+        return jnp.where(at < self.warmup, self.peak * at / max(self.warmup, 1), cosine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay on all parameters, after gradient clipping.
+
+    Attributes:
+        rate: learning rate by step.
+        clip: bound on gradients; None leaves them as they are.
+        clip_by: bound every entry (released code), or the norm of all together.
+    """
+
+    rate: Constant | WarmupCosine = field(default_factory=WarmupCosine)
+    weight_decay: float = 0.05
+    clip: float | None = 1.0
+    clip_by: Literal["entry", "global_norm"] = "entry"
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def build(self) -> optax.GradientTransformation:
+        """As optax has it."""
+        adam = optax.adamw(self.rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay)
+        if self.clip is None:
+            return adam
+        clip = optax.clip if self.clip_by == "entry" else optax.clip_by_global_norm
+        return optax.chain(clip(self.clip), adam)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained and held to account.
+
+    Attributes:
+        steps: of the optimizer.
+        batch_size: sequences per step, drawn afresh.
+        seeds: how many models, trained side by side from seeds `first_seed`, `first_seed` + 1, …
+        eval_every: steps between two evaluations on the same `eval_batches` batches of held-out sequences.
+        keep_every: steps between two kept copies of the weights, for analyses over training; None keeps the last
+            only.
+        final_sequences: how many fresh sequences the finished models are measured on.
+    """
+
+    steps: int = 10_000
+    batch_size: int = 256
+    seeds: int = 5
+    first_seed: int = 0
+    optimizer: AdamW = field(default_factory=AdamW)
+    eval_every: int = 100
+    eval_batches: int = 10
+    eval_batch_size: int = 256
+    keep_every: int | None = None
+    final_sequences: int = 4096
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "seeds", "eval_every", "eval_batches", "eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every: expected at least 1 or None, got {self.keep_every}.")
+        if self.final_sequences % self.eval_batch_size:
+            raise ValueError(
+                f"final_sequences: expected a multiple of eval_batch_size = {self.eval_batch_size}, "
+                f"got {self.final_sequences}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One experiment: where sequences come from, how they are shown, what reads them and how it is trained.
+
+    Attributes:
+        name: what people call it; part of the run's directory name.
+    """
+
+    name: str
+    task: Dynamics
+    tokens: Tokens = field(default_factory=Standard)
+    model: ModelConfig
+    train: TrainConfig
+
+    def __post_init__(self):
+        width, obs_dim = self.tokens.width(self.task.obs_dim), self.task.obs_dim
+        if self.model.token_dim != width:
+            raise ValueError(
+                f"model.token_dim: the task's tokens are {width} wide, got {self.model.token_dim}."
+            )
+        if self.model.output_dim < obs_dim:
+            raise ValueError(
+                f"model.output_dim: expected at least the {obs_dim} dimensions of an observation, "
+                f"got {self.model.output_dim}."
+            )
+
+    def examples(self, key: PRNGKeyArray, batch_size: int) -> Examples:
+        """Fresh sequences, as the model is shown them."""
+        return self.tokens(self.task.sample(key, batch_size).observations)
+
+
+def half_squared_errors(
+    predictions: Float[Array, "*batch output"], targets: Float[Array, "*batch obs"]
+) -> Float[Array, "*batch"]:
+    """½‖error‖² of each prediction; entries beyond the target's width do not count."""
+    return 0.5 * jnp.sum((predictions[..., : targets.shape[-1]] - targets) ** 2, -1)
+
+
+def descend(
+    loss: Callable[[Params, Batch], Float[Array, ""]],
+    sampler: Callable[[PRNGKeyArray], Batch],
+    optimizer: optax.GradientTransformation,
+) -> Callable[[Params, PyTree, PRNGKeyArray], tuple[Params, PyTree, Float[Array, ""]]]:
+    """One step of gradient descent on the loss of a batch drawn with a key: (params, optimizer's state, key) to both
+    after it and the loss before it."""
+
+    def step(params: Params, state: PyTree, key: PRNGKeyArray) -> tuple[Params, PyTree, Array]:
+        value, gradient = jax.value_and_grad(loss)(params, sampler(key))
+        updates, state = optimizer.update(gradient, state, params)  # pyright: ignore[reportArgumentType]
+        return optax.apply_updates(params, updates), state, value  # pyright: ignore
+
+    return step
+
+
+def optimize(
+    loss: Callable[[Params, Batch], Float[Array, ""]],
+    params: Params,
+    sampler: Callable[[PRNGKeyArray], Batch],
+    *,
+    steps: int,
+    optimizer: AdamW | optax.GradientTransformation,
+    key: PRNGKeyArray,
+) -> tuple[Params, Float[Array, " step"]]:
+    """Tune anything by gradient descent, as one compiled program.
+
+    Args:
+        loss: of parameters and a batch.
+        params: where to start.
+        sampler: draws a batch; called with a new key in every step.
+        steps: how many.
+        optimizer: ours or any of optax.
+        key: for the batches.
+
+    Returns:
+        The parameters after the last step, and the loss before each.
+    """
+    chosen = optimizer.build() if isinstance(optimizer, AdamW) else optimizer
+    step = descend(loss, sampler, chosen)
+
+    @jax.jit
+    def run(params: Params) -> tuple[Params, Array]:
+        def body(carry, i):
+            params, state = carry
+            params, state, value = step(params, state, jax.random.fold_in(key, i))
+            return (params, state), value
+
+        start = (params, chosen.init(params))  # pyright: ignore[reportArgumentType]
+        (params, _), values = jax.lax.scan(body, start, jnp.arange(steps, dtype=jnp.uint32))
+        return params, values
+
+    return run(params)
+
+
+class TrainState(NamedTuple):
+    """All that training goes on from. Every array has a seed axis, except `step`.
+
+    Attributes:
+        loss_sum: of training losses since the last evaluation.
+    """
+
+    models: Transformer
+    optimizer: PyTree
+    step: Int[Array, ""]
+    loss_sum: Float[Array, " seed"]
+
+
+class Advanced(NamedTuple):
+    """After some steps.
+
+    Attributes:
+        failed: for each seed the first step whose loss was not finite, or whose update left weights that are not;
+            -1 for none.
+    """
+
+    state: TrainState
+    loss: Float[Array, " seed"]
+    failed: Int[Array, " seed"]
+
+
+# Held-out sequences are the same for all runs: keys far from those of any training seed.
+HELD_OUT, FINAL = 2**31 - 1, 2**31 - 2
+
+
+class Trainer:
+    """The compiled functions of one experiment. None of them is compiled twice, whatever the number of steps."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @property
+    def _seed_keys(self) -> PRNGKeyArray:
+        first, count = self.config.train.first_seed, self.config.train.seeds
+        return jax.vmap(jax.random.key)(jnp.arange(first, first + count, dtype=jnp.uint32))
+
+    def _start(self) -> TrainState:
+        optimizer = self.config.train.optimizer.build()
+
+        def one(key: PRNGKeyArray) -> tuple[Transformer, PyTree]:
+            model = Transformer(self.config.model, key=jax.random.split(key)[0])
+            return model, optimizer.init(model)  # pyright: ignore[reportArgumentType]
+
+        models, state = jax.vmap(one)(self._seed_keys)
+        return TrainState(
+            models, state, jnp.zeros((), jnp.int32), jnp.zeros(self.config.train.seeds, jnp.float32)
+        )
+
+    def start(self) -> TrainState:
+        """Before the first step."""
+        return jax.jit(self._start)()
+
+    @property
+    def shapes(self) -> TrainState:
+        """Shapes and dtypes of a state, without computing one."""
+        return jax.eval_shape(self._start)
+
+    def loss_by_position(self, model: Transformer, batch: Examples) -> Float[Array, " time"]:
+        """Mean over a batch of ½‖error‖² after each token, zero where nothing is predicted."""
+        return jnp.where(
+            batch.predicts, jnp.mean(half_squared_errors(model(batch.tokens), batch.targets), 0), 0
+        )
+
+    def _loss(self, model: Transformer, batch: Examples) -> Float[Array, ""]:
+        return jnp.sum(self.loss_by_position(model, batch)) / jnp.sum(batch.predicts)
+
+    @cached_property
+    def advance(self) -> Callable[[TrainState, int], Advanced]:
+        """Some steps more, for all seeds. The given state is used up."""
+        config = self.config
+        step = descend(
+            self._loss,
+            lambda key: config.examples(key, config.train.batch_size),
+            config.train.optimizer.build(),
+        )
+
+        def one_step(i: Array, carry: Advanced) -> Advanced:
+            models, optimizer, at, loss_sum = carry.state
+
+            def one_seed(model, optimizer, key):
+                train_key = jax.random.split(key)[1]
+                return step(model, optimizer, jax.random.fold_in(train_key, at))
+
+            models, optimizer, loss = jax.vmap(one_seed)(models, optimizer, self._seed_keys)
+            failed = jnp.where((carry.failed < 0) & ~jnp.isfinite(loss), at, carry.failed)
+            return Advanced(TrainState(models, optimizer, at + 1, loss_sum + loss), loss, failed)
+
+        @partial(jax.jit, donate_argnums=0)
+        def many_steps(state: TrainState, steps: Int[Array, ""]) -> Advanced:
+            nothing = jnp.zeros(config.train.seeds, jnp.float32), jnp.full(config.train.seeds, -1, jnp.int32)
+            done = jax.lax.fori_loop(0, steps, one_step, Advanced(state, *nothing))
+            sound = jnp.stack([
+                jnp.all(jnp.isfinite(leaf), tuple(range(1, leaf.ndim)))
+                for leaf in jax.tree.leaves(done.state.models)
+            ]).all(0)  # fmt: skip
+            last = done.state.step - 1
+            return done._replace(failed=jnp.where((done.failed < 0) & ~sound, last, done.failed))
+
+        return lambda state, steps: many_steps(state, jnp.asarray(steps, jnp.int32))
+
+    @cached_property
+    def evaluate(self) -> Callable[[Transformer], Float[Array, "seed time"]]:
+        """Loss by position on the held-out sequences that every evaluation uses."""
+        return self._measure(HELD_OUT, self.config.train.eval_batches)
+
+    @cached_property
+    def evaluate_finally(self) -> Callable[[Transformer], Float[Array, "seed time"]]:
+        """Loss by position on `final_sequences` sequences that nothing else uses."""
+        train = self.config.train
+        return self._measure(FINAL, train.final_sequences // train.eval_batch_size)
+
+    def _measure(self, seed: int, batches: int) -> Callable[[Transformer], Float[Array, "seed time"]]:
+        def measure(models: Transformer) -> Array:
+            def one_batch(total: Array, key: PRNGKeyArray) -> tuple[Array, None]:
+                batch = self.config.examples(key, self.config.train.eval_batch_size)
+                return total + jax.vmap(lambda model: self.loss_by_position(model, batch))(models), None
+
+            start = jnp.zeros((self.config.train.seeds, self.config.task.length), jnp.float32)
+            total, _ = jax.lax.scan(one_batch, start, jax.random.split(jax.random.key(seed), batches))
+            return total / batches
+
+        return jax.jit(measure)
+
+    @cached_property
+    def predicts(self) -> Float[Array, " time"]:
+        """Weights of the positions in the mean loss: equal where something is predicted, else zero."""
+        predicts = self.config.examples(jax.random.key(0), 1).predicts.astype(jnp.float32)
+        return predicts / jnp.sum(predicts)

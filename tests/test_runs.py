@@ -1,0 +1,337 @@
+"""Runs through what happens to them: killed, interrupted, damaged, diverging, out of disk."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import mesascope
+from mesascope import runs, sinks
+from mesascope.runs import Run, RunError, find, fit, load
+from mesascope.show import list_presets, list_runs, show_run
+from mesascope.store import StoreError, read_arrays, read_metadata
+from mesascope.training import AdamW, Constant, Trainer
+from tests.test_training import tiny
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+FILES = ("weights.safetensors", "metrics.jsonl", "result.json")
+
+
+def contents(run: Run) -> dict[str, bytes]:
+    return {name: (run.path / name).read_bytes() for name in FILES}
+
+
+def plain() -> Console:
+    return Console(record=True, width=200, file=io.StringIO())
+
+
+def test_what_a_run_leaves_behind(tmp_path):
+    console = plain()
+    config = tiny(keep_every=4)
+    run = fit(config, runs=tmp_path, console=console)
+    assert run.path.parent == tmp_path
+    assert run.path.name.startswith("tiny-")
+    assert run.finished
+    assert run.config == config
+    metrics = run.metrics()
+    assert metrics["step"].tolist() == [0, 5, 10, 12]
+    assert metrics["eval_loss"].shape == (4, 2)
+    assert np.isnan(metrics["train_loss"][0]).all()
+    assert np.isfinite(metrics["train_loss"][1:]).all()
+    assert sorted(run.kept()) == [0, 4, 8, 12]
+    last = run.kept()[12]
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (last, run.models())), strict=True))
+    assert {
+        "mesascope",
+        "source",
+        "git",
+        "libraries",
+        "device",
+        "precision",
+        "python",
+    } <= run.provenance.keys()
+    assert not list(run.path.glob("checkpoint*"))
+    assert "step 12/12" in console.export_text()
+
+    # The stored loss is that of the stored weights on sequences anybody can draw again.
+    trainer = Trainer(config)
+    by_position = np.asarray(trainer.evaluate_finally(run.models()))
+    np.testing.assert_allclose(by_position, run.result["loss_by_position"], rtol=1e-6)
+    np.testing.assert_allclose(by_position.mean(1), run.result["loss"], rtol=1e-6)
+
+    # Found by directory, by name, by how the name begins; and a model is as it was trained.
+    tokens = config.examples(jax.random.key(1), 3).tokens
+    for name in (run.path, "tiny", run.path.name[:8]):
+        model, loaded = mesascope.load(name, seed=1, runs=tmp_path)
+        assert loaded == config
+        expected = jax.tree.map(lambda leaf: leaf[1], run.models())(tokens)
+        assert np.array_equal(model(tokens), expected)
+    with pytest.raises(RunError, match=r"there is no run 'nothing' in .*There are: tiny-"):
+        load("nothing", runs=tmp_path)
+    with pytest.raises(ValueError, match="seed: this run has seeds 0 to 1, got 2"):
+        load("tiny", seed=2, runs=tmp_path)
+
+    # Asked for again, it is there; asked for afresh, it is the same.
+    before = contents(run)
+    again = plain()
+    assert fit(config, runs=tmp_path, console=again) == run
+    assert "has already been trained" in again.export_text()
+    assert contents(fit(config, runs=tmp_path, fresh=True)) == before
+
+    for table in (lambda c: list_runs(tmp_path, c), lambda c: show_run(run, c), list_presets):
+        console = plain()
+        table(console)
+        printed = console.export_text()
+        assert "tiny" in printed or "hybrid-mesa" in printed
+
+
+def test_stopping_and_going_on_changes_nothing(tmp_path):
+    config = tiny(steps=23, eval_every=4)
+    undisturbed = fit(config, runs=tmp_path / "a")
+    for _ in range(3):
+        run = fit(config, runs=tmp_path / "b", max_minutes=0.0)
+        assert not run.finished
+    with pytest.raises(RunError, match=r"has not finished: step 0 of 23"):
+        run.models()
+    steps = []
+    while not run.finished:
+        run = fit(config, runs=tmp_path / "b", max_minutes=1e-4, save_seconds=0.0)
+        steps.append(run.step)
+    assert contents(run) == contents(undisturbed)
+
+
+def command(*extra: str, where: Path) -> list[str]:
+    config = (
+        "train linear-1 --task.state-dim 2 --task.length 4 --model.token-dim 8 --model.output-dim 2 --model.masked 4 "
+        "--model.blocks.0.heads 1 --model.blocks.0.key-dim 2 --train.batch-size 2 --train.eval-batch-size 4 "
+        "--train.eval-batches 2 --train.final-sequences 8 --seeds 2 --train.eval-every 500"
+    )
+    return [sys.executable, "-m", "mesascope.cli", *config.split(), "--runs", str(where), *extra]
+
+
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def start(*extra: str, where: Path, **options) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command(*extra, where=where), stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT, **options
+    )
+
+
+def finish(*extra: str, where: Path, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*extra, where=where), capture_output=True, text=True, env=ENVIRONMENT, check=False, **options
+    )
+
+
+def last_step(where: Path) -> int:
+    """Of the last checkpoint, or -1."""
+    return max(
+        (int(read_metadata(path)["step"]) for path in where.glob("*/checkpoint.safetensors")), default=-1
+    )
+
+
+def run_for_a_while(*options: str, where: Path) -> subprocess.Popen:
+    """A process that has gone beyond the checkpoint it found."""
+    before, process = last_step(where), start(*options, where=where)
+    for _ in range(1200):
+        time.sleep(0.1)
+        if last_step(where) > before:
+            return process
+        assert process.poll() is None, process.communicate()
+    raise AssertionError("no checkpoint after two minutes")
+
+
+def test_killed_at_any_moment(tmp_path):
+    """SIGKILL to a real process, more than once; the bits of the end are those of an undisturbed run."""
+    options = ("--train.steps", "30000", "--save-seconds", "0.05")
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        process = run_for_a_while(*options, where=tmp_path / "killed")
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    # Ctrl-C is answered: saved, and how to go on.
+    process = run_for_a_while(*options, where=tmp_path / "killed")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "interrupted at step" in out
+    assert "the same command goes on from here" in out
+    done = finish(*options, where=tmp_path / "killed")
+    assert done.returncode == 0, done.stderr
+    assert "going on at step" in done.stdout
+    finish(*options, where=tmp_path / "whole")
+    assert contents(find("linear-1", runs=tmp_path / "killed")) == contents(
+        find("linear-1", runs=tmp_path / "whole")
+    )
+
+
+def test_a_full_disk(tmp_path):
+    """No file may grow beyond 2 KiB: the checkpoint does not fit, and says so; with room again it goes on."""
+    options = ("--train.steps", "1500", "--save-seconds", "0")
+    stuck = subprocess.run(
+        ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash", *command(*options, where=tmp_path)],
+        capture_output=True, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert stuck.returncode == 1
+    assert "could not write" in stuck.stderr
+    assert "File too large" in stuck.stderr
+    assert "Traceback" not in stuck.stderr
+    run = find("linear-1", runs=tmp_path)
+    assert not list(run.path.glob(".checkpoint*")), "a torn file was left behind"
+    freed = finish(*options, where=tmp_path)
+    assert freed.returncode == 0, freed.stderr
+    assert run.finished
+
+
+def stopped(config, where) -> Run:
+    """A run with two checkpoints."""
+    fit(config, runs=where, max_minutes=0.0)
+    return fit(config, runs=where, max_minutes=2e-4, save_seconds=0.0)
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[-20] ^= 1
+    elif how == "cut":
+        content = content[: len(content) // 2]
+    else:
+        content = bytearray(b"not a checkpoint")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "how", ["flipped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("cut", "foreign"))]
+)
+def test_a_damaged_checkpoint(tmp_path, how):
+    config = tiny(steps=40)
+    undisturbed = fit(config, runs=tmp_path / "a")
+    run = stopped(config, tmp_path / "b")
+    current, previous = (run.path / f"checkpoint{x}.safetensors" for x in ("", ".previous"))
+    good = previous.read_bytes()
+    damage(current, how)
+    damage(previous, how)
+    with pytest.raises(RunError, match=r"damaged.*No good one is left: start anew with --fresh"):
+        fit(config, runs=tmp_path / "b")
+    previous.write_bytes(good)
+    console = plain()
+    run = fit(config, runs=tmp_path / "b", console=console)
+    assert "Going on from the one before it" in console.export_text()
+    assert contents(run) == contents(undisturbed)
+
+
+def test_a_checkpoint_of_something_else(tmp_path):
+    config, other = tiny(steps=40), tiny(steps=41)
+    run, foreign = stopped(config, tmp_path), stopped(other, tmp_path)
+    checkpoint = run.path / "checkpoint.safetensors"
+    checkpoint.write_bytes((foreign.path / "checkpoint.safetensors").read_bytes())
+    with pytest.raises(RunError, match="checkpoint of another configuration"):
+        fit(config, runs=tmp_path)
+    with pytest.raises(StoreError, match=r"'models\.layers\.0\.\w+' is .* expected .*another model"):
+        read_arrays(checkpoint, Trainer(tiny(steps=40, seeds=3)).shapes)
+    (run.path / "config.json").write_text('{"kind": "Config", "nam')
+    with pytest.raises(StoreError, match="damaged"):
+        find(run.path).config  # noqa: B018
+
+
+def test_other_source(tmp_path, monkeypatch):
+    config = tiny(steps=40)
+    run = stopped(config, tmp_path)
+    finished = fit(tiny(steps=3), runs=tmp_path)
+    monkeypatch.setattr(runs, "source_hash", lambda: "another")
+    with pytest.raises(RunError, match=r"made by other source.*Begin again with --fresh"):
+        fit(config, runs=tmp_path)
+    assert fit(config, runs=tmp_path, fresh=True).finished
+    console = plain()
+    assert fit(tiny(steps=3), runs=tmp_path, console=console) == finished
+    assert "made by other source" in console.export_text()
+    assert run.provenance["source"] == "another"
+
+
+def test_divergence_names_seed_step_and_checkpoint(tmp_path):
+    config = tiny(steps=40)
+    optimizer = AdamW(rate=Constant(peak=1e30), clip=None)
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, optimizer=optimizer, first_seed=7)
+    )
+    with pytest.raises(
+        RunError, match=r"loss of seed 7 is not finite at step 1\. The last good checkpoint is .*, step"
+    ):
+        fit(config, runs=tmp_path, save_seconds=0.0)
+    (checkpoint,) = tmp_path.glob("*/checkpoint.safetensors")
+    assert int(read_metadata(checkpoint)["step"]) <= 1
+
+
+def test_two_processes_do_not_train_one_run(tmp_path):
+    run = stopped(tiny(steps=40), tmp_path)
+    with run._locked(), pytest.raises(RunError, match="is being trained by another process"):
+        fit(tiny(steps=40), runs=tmp_path)
+
+
+def test_progress_on_a_terminal(tmp_path):
+    console = Console(record=True, width=120, force_terminal=True, file=io.StringIO())
+    fit(tiny(), runs=tmp_path, console=console)
+    printed = console.export_text()
+    assert "12/12" in printed
+    assert "loss" in printed
+    assert "steps/s" in printed
+
+
+def test_tensorboard(tmp_path):
+    config = tiny()
+    sink = sinks.TensorBoard(tmp_path)
+    fit(config, runs=tmp_path, sinks=[sink])
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"eval_loss/seed_1" in events.read_bytes()
+
+
+def test_weights_and_biases(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    fit(tiny(), runs=tmp_path, sinks=[sinks.WeightsAndBiases("test", tmp_path, tiny())])
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_sink_that_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(RunError, match=r"tensorboard: needs `pip install mesascope\[tensorboard\]`"):
+        sinks.TensorBoard(tmp_path)
+
+
+def test_command_line_errors_are_sentences(tmp_path):
+    for arguments, expected in (
+        (["train", "softmax-8"], "there is none called 'softmax-8'"),
+        (["train", "linear-1", "--task.state-dim", "3"], "model.token_dim"),
+        (["show", "nothing", "--runs", str(tmp_path)], "there is no run 'nothing'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "mesascope.cli", *arguments],
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        assert done.returncode != 0
+        assert expected in " ".join((done.stderr + done.stdout).split())
+        assert "Traceback" not in done.stderr
+
+
+def test_metrics_are_json(tmp_path):
+    run = fit(tiny(), runs=tmp_path)
+    for line in (run.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
