@@ -50,11 +50,35 @@ class BenchAccuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchTrain:
+    """Training steps per second, one seed and several; where PyTorch is installed, its eager step beside ours."""
+
+    presets: tuple[str, ...] = ("softmax-7", "hybrid-mesa")
+    """Which presets."""
+    variant: Literal["as_run", "as_written"] = "as_written"
+    """As the released code ran them, or as the paper's text has them (LayerNorm and MLPs)."""
+    seeds: int = 5
+    """How many at once."""
+    repeats: int = 7
+    """Timed rounds."""
+    out: Path | None = None
+    """Also write the numbers to this JSON file."""
+
+    def run(self) -> None:
+        from mesascope.bench_train import bench_train
+
+        bench_train(
+            presets=self.presets, variant=self.variant, seeds=self.seeds, repeats=self.repeats, out=self.out
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Benchmarks."""
 
     what: (
-        Annotated[BenchOps, tyro.conf.subcommand("ops")]
+        Annotated[BenchTrain, tyro.conf.subcommand("train")]
+        | Annotated[BenchOps, tyro.conf.subcommand("ops")]
         | Annotated[BenchAccuracy, tyro.conf.subcommand("accuracy")]
     )
 

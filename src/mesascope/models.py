@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
+from mesascope.ops.softmax import causal_softmax
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,10 @@ class _Tap:
         if self.record:
             self.seen[path] = value
         return value
+
+    def wants(self, path: str) -> bool:
+        """Whether somebody reads or edits it."""
+        return self.record or path in self.edit
 
     def note(self, path: str, value: Callable[[], Array]) -> None:
         """Something the model itself does not need."""
@@ -412,8 +417,14 @@ class Transformer(eqx.Module):
             x = jnp.where(jnp.arange(config.width) < config.masked, 0, x)
         beside = None if config.positions is None else config.positions.at
         key_input = x if codes is None or beside != "key_inputs" else _beside(x, codes)
-        q, k = (_heads(self._project(key_input, w), block.heads) for w in (layer.queries, layer.keys))
-        v = _heads(self._project(x, layer.values), block.heads)
+        # As few and as wide matrix products as there can be.
+        if key_input is x:
+            joined = self._project(x, jnp.concatenate([layer.queries, layer.keys, layer.values], 1))
+            q, k, v = jnp.split(joined, 3, -1)
+        else:
+            q, k = jnp.split(self._project(key_input, jnp.concatenate([layer.queries, layer.keys], 1)), 2, -1)
+            v = self._project(x, layer.values)
+        q, k, v = (_heads(a, block.heads) for a in (q, k, v))
         if codes is not None and beside == "keys":
             q, k = _beside(q, codes), _beside(k, codes)
         if block.normalize is not None:
@@ -440,9 +451,13 @@ class Transformer(eqx.Module):
         memory = None if before is None else before.memory
         if isinstance(block.mixer, Softmax):
             assert memory is None or isinstance(memory, Cache)
-            heads, memory = _softmax(
-                q, k, v, log_decay, memory, start, lambda a: tap(f"{path}.mixer.attention", a)
-            )
+            wanted = tap.wants(f"{path}.mixer.attention")
+            if memory is None and log_decay is None and not wanted:
+                heads = causal_softmax(q, k, v)
+            else:
+                heads, memory = _softmax(
+                    q, k, v, log_decay, memory, start, lambda a: tap(f"{path}.mixer.attention", a)
+                )
         else:
             # What each output takes from each value: the outputs for values that are unit vectors.
             eye = jnp.broadcast_to(jnp.eye(q.shape[-2], dtype=v.dtype), (*v.shape[:-1], q.shape[-2]))
@@ -521,7 +536,8 @@ def _lam(layer: Layer, mixer: Mesa) -> Float[Array, "head 1"]:
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    # By erf, not by erfc as in jax.nn: several times faster, and as accurate where it matters (absolutely).
+    "gelu": lambda x: 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5))),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }

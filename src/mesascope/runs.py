@@ -9,6 +9,7 @@ A run is a directory named by its configuration:
       checkpoint.safetensors where training stands; gone when it has finished
       kept/step-000100.safetensors   weights along training, where the configuration asks for them
       weights.safetensors    the trained models, seed axis first
+      timing.json            how long it took, and how much of that the host cost
       result.json            losses on fresh sequences; written last, so a run that has it is finished
 
 The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bits.
@@ -24,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,6 +90,13 @@ class Run:
         """Losses on fresh sequences: `loss` by seed, `loss_by_position` by seed and position."""
         self._must_be_finished()
         return store.read_json(self.path / "result.json")
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """`seconds` of the call that finished it, its `steps_per_second`, and `host_share`: which part of the time,
+        once everything had been compiled, went by outside of steps and evaluations."""
+        self._must_be_finished()
+        return store.read_json(self.path / "timing.json")
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -276,14 +284,15 @@ def _train(
 ) -> None:
     train = trainer.config.train
     began = last_save = time.monotonic()
+    clock, first = _Clock(), int(state.step)
     log = _Log(run.path / "metrics.jsonl", until=int(state.step))
     step, stride = int(state.step), 1
     progress.start(step, train.steps)
     with _interrupts() as interrupted:
         while True:
             if (step % train.eval_every == 0 or step == train.steps) and log.last_step != step:
-                by_position = trainer.evaluate(state.models)
-                losses = np.asarray(by_position @ trainer.predicts)
+                with clock.busy("evaluate"):
+                    losses = np.asarray(trainer.evaluate(state.models) @ trainer.predicts)
                 since = step - (log.last_step or 0)
                 mean = np.asarray(state.loss_sum) / since if since else np.full(train.seeds, np.nan)
                 rate = float(train.optimizer.rate(step))
@@ -310,14 +319,13 @@ def _train(
             target = min(stride, train.eval_every - step % train.eval_every, train.steps - step)
             if train.keep_every is not None:
                 target = min(target, train.keep_every - step % train.keep_every)
-            started = time.monotonic()
-            state, loss, failed = trainer.advance(state, target)
-            failed = np.asarray(failed)
+            with clock.busy("advance") as elapsed:
+                state, loss, failed = trainer.advance(state, target)
+                failed = np.asarray(failed)
             if (failed >= 0).any():
                 raise _diverged(run, trainer, failed)
             step += target
-            seconds = time.monotonic() - started
-            stride = 2 * stride if seconds < 0.5 else max(1, stride // 2) if seconds > 2 else stride
+            stride = 2 * stride if elapsed() < 0.5 else max(1, stride // 2) if elapsed() > 2 else stride
             progress.advanced(step, np.asarray(loss))
     store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
     by_position = trainer.evaluate_finally(state.models)
@@ -326,6 +334,7 @@ def _train(
         loss_by_position=np.asarray(by_position).tolist(),
         sequences=train.final_sequences,
     )
+    store.write_json(run.path / "timing.json", clock.account(train.steps - first))
     store.write_json(run.path / "result.json", result)
     for path in run._checkpoints:
         path.unlink()
@@ -345,6 +354,36 @@ def _diverged(run: Run, trainer: Trainer, failed: np.ndarray) -> RunError:
         f"training diverged: the loss of seed {seed} is not finite at step {int(failed[index])}. {kept} "
         "A smaller learning rate (--train.optimizer.rate.peak) or activation clipping (--model.clip) may help."
     )
+
+
+class _Clock:
+    """Tells what the host costs. The first time that anything is done is not counted: it is compiled then."""
+
+    def __init__(self):
+        self.began = self.counted_from = time.monotonic()
+        self.in_device = 0.0
+        self.known: set[str] = set()
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[Callable[[], float]]:
+        """While the device works; gives the time since it began to."""
+        started = time.monotonic()
+        yield lambda: time.monotonic() - started
+        if what in self.known:
+            self.in_device += time.monotonic() - started
+        else:
+            self.known.add(what)
+            self.counted_from += time.monotonic() - started
+
+    def account(self, steps: int) -> dict[str, float]:
+        now = time.monotonic()
+        # What passed before and between first times is start-up, but too little to matter.
+        counted = max(now - self.counted_from, 1e-9)
+        return {
+            "seconds": now - self.began,
+            "steps_per_second": steps / counted,
+            "host_share": max(0.0, 1 - self.in_device / counted),
+        }
 
 
 class _Log:

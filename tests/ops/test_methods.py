@@ -26,8 +26,8 @@ METHODS = {
     "prefix": Prefix(),
     "prefix-5": Prefix(chunk_size=5),
     "cg": ConjugateGradients(),
-    "chebyshev": Chebyshev(steps=300),
-    "chebyshev-precomputed": Chebyshev(steps=300, precompute=True),
+    "chebyshev": Chebyshev(steps=600),
+    "chebyshev-precomputed": Chebyshev(steps=600, precompute=True),
     "neumann": Neumann(steps=3000),
     "neumann-precomputed": Neumann(steps=3000, precompute=True),
 }

@@ -245,7 +245,8 @@ class Dynamics:
             h = self._clipped(h) if self.clip_feeds_back else h
             return h, h
 
-        _, later = jax.lax.scan(step, first, noise)
+        # Unrolled for GPUs, on which a step is shorter than the loop around it.
+        _, later = jax.lax.scan(step, first, noise, unroll=10)
         return self._clipped(jnp.moveaxis(jnp.concatenate([first[None], later]), 0, 1))
 
     # The paper's families of tasks.

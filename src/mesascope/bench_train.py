@@ -1,0 +1,244 @@
+"""What `mesascope bench train` runs: training steps per second, one seed and several, and PyTorch's beside them."""
+
+import dataclasses
+import importlib.util
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from rich.console import Console
+from rich.table import Table
+
+from mesascope.bench import Report, machine
+from mesascope.models import Softmax, Transformer, positions
+from mesascope.presets import preset
+from mesascope.runs import fit
+from mesascope.training import Config, Constant, Trainer, descend, half_squared_errors
+
+
+def with_train(config: Config, **changes: Any) -> Config:
+    """The configuration with some of its training fields changed."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def step_milliseconds(configs: dict[str, Config], *, repeats: int) -> dict[str, np.ndarray]:
+    """Milliseconds per training step, sampling included: one sample per round, rounds in turn."""
+    trainers = {name: Trainer(config) for name, config in configs.items()}
+    states = {name: trainer.start() for name, trainer in trainers.items()}
+    count: dict[str, int] = {}
+    for name, trainer in trainers.items():
+        states[name] = jax.block_until_ready(trainer.advance(states[name], 1).state)
+        began = time.perf_counter()
+        states[name] = jax.block_until_ready(trainer.advance(states[name], 2).state)
+        # About half a second per sample.
+        count[name] = max(1, int(1.0 / (time.perf_counter() - began)))
+    samples: dict[str, list[float]] = {name: [] for name in configs}
+    for _ in range(repeats):
+        for name, trainer in trainers.items():
+            began = time.perf_counter()
+            states[name] = jax.block_until_ready(trainer.advance(states[name], count[name]).state)
+            samples[name].append(1e3 * (time.perf_counter() - began) / count[name])
+    return {name: np.array(values) for name, values in samples.items()}
+
+
+def flops_per_step(config: Config) -> float:
+    """Of the model, forward and backward, as XLA counts them; without sampling and optimizer."""
+    trainer = Trainer(config)
+
+    def gradient(models: Transformer, tokens: Array, targets: Array) -> Transformer:
+        loss = lambda model: jnp.mean(half_squared_errors(model(tokens), targets))  # noqa: E731
+        return jax.vmap(jax.grad(loss))(models)
+
+    batch = jax.eval_shape(lambda: config.examples(jax.random.key(0), config.train.batch_size))
+    compiled = jax.jit(gradient).lower(trainer.shapes.models, batch.tokens, batch.targets).compile()
+    analysis = compiled.cost_analysis()
+    return float((analysis or {}).get("flops", math.nan))
+
+
+def host_share(config: Config) -> float:
+    """Which part of a run's time the device waits for the host, by the run's own account."""
+    with tempfile.TemporaryDirectory() as directory:
+        return fit(config, runs=directory).timing["host_share"]
+
+
+# PyTorch.
+
+
+def torch_step(
+    model: Transformer, config: Config, tokens: np.ndarray, targets: np.ndarray
+) -> Callable[[], float]:
+    """The same model with the same weights, and the same step, written as one writes it in eager PyTorch.
+
+    Returns:
+        A function that makes one step and returns the loss before it.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch.nn import functional  # pyright: ignore[reportMissingImports]
+
+    if not all(isinstance(block.mixer, Softmax) for block in config.model.blocks):
+        raise ValueError("torch_step: softmax models only.")
+    spec, optimizer = config.model, config.train.optimizer
+
+    def tensor(array: Array) -> Any:
+        return torch.tensor(np.asarray(array), requires_grad=True)
+
+    weights = jax.tree.map(tensor, model)
+    parameters = [leaf for leaf in jax.tree.leaves(weights) if isinstance(leaf, torch.Tensor)]
+    adam = torch.optim.AdamW(
+        parameters, lr=float(optimizer.rate.peak), betas=(optimizer.b1, optimizer.b2), eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+    )  # fmt: skip
+    x_all, y_all = torch.tensor(tokens), torch.tensor(targets)
+    codes = None
+    if spec.positions is not None:
+        codes = torch.tensor(np.asarray(positions(tokens.shape[1], spec.positions.dim)))
+        codes = codes.expand(len(tokens), *codes.shape)
+
+    def norm(x: Any, scale: Any) -> Any:
+        return x if scale is None else functional.layer_norm(x, x.shape[-1:], scale, eps=1e-5)
+
+    def forward(x: Any) -> Any:
+        x = x if weights.embed is None else x @ weights.embed
+        for i, (layer, block) in enumerate(zip(weights.layers, spec.blocks, strict=True)):
+            y = norm(x, layer.mixer_norm)
+            place = spec.positions.at if spec.positions is not None and i == 0 else None
+            key_input = torch.cat([y, codes], -1) if place == "key_inputs" else y
+            q, k, v = (
+                a.unflatten(-1, (block.heads, -1)).transpose(1, 2)
+                for a in (key_input @ layer.queries, key_input @ layer.keys, y @ layer.values)
+            )
+            if place == "keys":
+                assert codes is not None
+                wide = codes[:, None].expand(-1, block.heads, -1, -1)
+                q, k = torch.cat([q, wide], -1), torch.cat([k, wide], -1)
+            heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + heads.transpose(1, 2).flatten(-2) @ layer.output
+            if block.mlp is not None:
+                hidden = norm(x, layer.mlp_norm) @ layer.mlp_in
+                how = "tanh" if block.mlp.activation == "gelu_tanh" else "none"
+                x = x + functional.gelu(hidden, approximate=how) @ layer.mlp_out
+            x = x if spec.clip is None else x.clip(-spec.clip, spec.clip)
+        x = norm(x, weights.final_norm)
+        return x if weights.unembed is None else x @ weights.unembed
+
+    def step() -> float:
+        adam.zero_grad()
+        loss = 0.5 * ((forward(x_all)[..., : y_all.shape[-1]] - y_all) ** 2).sum(-1).mean()
+        loss.backward()
+        if optimizer.clip is not None:
+            if optimizer.clip_by == "entry":
+                torch.nn.utils.clip_grad_value_(parameters, optimizer.clip)
+            else:
+                torch.nn.utils.clip_grad_norm_(parameters, optimizer.clip)
+        adam.step()
+        return loss.item()
+
+    return step
+
+
+def our_step(
+    model: Transformer, config: Config, tokens: np.ndarray, targets: np.ndarray
+) -> Callable[[], float]:
+    """Like `torch_step`, ours: one model, one given batch."""
+    optimizer = config.train.optimizer.build()
+
+    def loss(model: Transformer, batch: tuple[Array, Array]) -> Float[Array, ""]:
+        return jnp.mean(half_squared_errors(model(batch[0]), batch[1]))
+
+    batch = jnp.asarray(tokens), jnp.asarray(targets)
+    step = jax.jit(descend(loss, lambda key: batch, optimizer))
+    state: Any = (model, optimizer.init(model))  # pyright: ignore[reportArgumentType]
+
+    def one() -> float:
+        nonlocal state
+        model, rest, value = step(*state, jax.random.key(0))
+        state = model, rest
+        return float(value)
+
+    return one
+
+
+def against_torch(config: Config, *, repeats: int) -> dict[str, Any]:
+    """Milliseconds per step of both, in turn, and how far their first two losses are apart."""
+    constant = dataclasses.replace(
+        config.train.optimizer, rate=Constant(peak=config.train.optimizer.rate.peak)
+    )
+    config = with_train(config, seeds=1, optimizer=constant)
+    model = jax.tree.map(lambda leaf: leaf[0], Trainer(config).start().models)
+    batch = config.examples(jax.random.key(0), config.train.batch_size)
+    arguments = (model, config, np.asarray(batch.tokens), np.asarray(batch.targets))
+    steps = {"ours": our_step(*arguments), "torch": torch_step(*arguments)}
+    losses = {name: [step(), step()] for name, step in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            step()
+            samples[name].append(5e2 * (time.perf_counter() - began))
+    medians = {name: float(np.median(values)) for name, values in samples.items()}
+    apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    return medians | {"ratio": medians["ours"] / medians["torch"], "losses_apart": apart}
+
+
+def bench_train(
+    *, presets: tuple[str, ...], variant: str, seeds: int, repeats: int, out: Path | None
+) -> Report:
+    """Print the table; see the command line's help."""
+    console, report = Console(), Report(machine=machine())
+    console.print(" · ".join(str(v) for v in report.machine.values()))
+    table = Table(title=f"one training step, {variant}, median ms (quartiles)")
+    columns = (
+        "",
+        "one seed",
+        f"{seeds} seeds",
+        "ratio",
+        "steps/s",
+        "model GFLOP/s",
+        "host waits",
+        "PyTorch",
+        "ours ÷",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if not column else "right")
+    torch_here = importlib.util.find_spec("torch") is not None
+    for name in presets:
+        config = preset(name, variant)  # pyright: ignore[reportArgumentType]
+        many = with_train(config, seeds=seeds)
+        with console.status(name):
+            measured = step_milliseconds({"one": with_train(config, seeds=1), "many": many}, repeats=repeats)
+            one, several = (np.percentile(measured[n], (50, 25, 75)) for n in ("one", "many"))
+            flops = flops_per_step(many)
+            # A short run: enough chunks for the share to settle, an evaluation among them.
+            enough = max(2, int(15e3 / several[0]))
+            share = host_share(
+                with_train(many, steps=enough, eval_every=max(1, enough // 3), final_sequences=256)
+            )
+            row: dict[str, Any] = dict(
+                preset=name, variant=variant, seeds=seeds, one_seed=one.tolist(), seeds_together=several.tolist(),
+                ratio=several[0] / one[0], flops=flops, host_share=share,
+            )  # fmt: skip
+            softmax = all(isinstance(block.mixer, Softmax) for block in config.model.blocks)
+            if torch_here and softmax:
+                row["torch"] = against_torch(config, repeats=repeats)
+        report.speed.append(row)
+        theirs = row.get("torch")
+        table.add_row(
+            name, *(f"{t[0]:.2f} ({t[1]:.2f} to {t[2]:.2f})" for t in (one, several)), f"{row['ratio']:.2f}",
+            f"{1e3 / several[0]:.3g}", f"{flops / several[0] / 1e6:.3g}", f"{100 * share:.1f}%",
+            f"{theirs['torch']:.2f}" if theirs else "", f"{theirs['ratio']:.2f}" if theirs else "",
+        )  # fmt: skip
+    console.print(table)
+    if not torch_here:
+        console.print("PyTorch is not installed: nothing to compare with.")
+    if out is not None:
+        report.write(out)
+        console.print(f"written to {out}")
+    return report
