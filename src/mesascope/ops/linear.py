@@ -24,13 +24,16 @@ def linear_chunked(
     size = min(chunk_size, time)
     q, k, v = (split(a, size) for a in (queries, keys, values))
     at = describe(log_decay, runs, size)
+    decayed_keys = k if at.decay is None else k * jnp.exp(at.decay[..., -1:] - at.decay)[..., None]
+    added = matmul(transpose(v), keep(at.last, decayed_keys))
+    out = matmul(matmul(q, transpose(k)) * attenuation(at, q.dtype), v)
+    if initial is None and k.shape[1] == 1:
+        return join(out, time), added[:, 0]
     if initial is None:
         initial = jnp.zeros((k.shape[0], v.shape[-1], k.shape[-1]), k.dtype)
-    decayed_keys = k if at.decay is None else k * jnp.exp(at.decay[..., -1:] - at.decay)[..., None]
-    before, final = recurrence(at.step(k), matmul(transpose(v), keep(at.last, decayed_keys)), initial)
+    before, final = recurrence(at.step(k), added, initial)
     reach = q if at.decay is None else q * jnp.exp(at.decay)[..., None]
-    out = matmul(keep(at.carried, reach), transpose(before))
-    out = out + matmul(matmul(q, transpose(k)) * attenuation(at, q.dtype), v)
+    out = out + matmul(keep(at.carried, reach), transpose(before))
     return join(out, time), final
 
 
