@@ -26,6 +26,7 @@ LAYERS = [
     "sinks",
     "show",
     "bench",
+    "bench_train",
     "cli",
 ]
 

@@ -10,7 +10,7 @@ from mesascope.models import Linear, Mesa, Softmax, Transformer
 from mesascope.presets import PRESETS, preset
 from mesascope.show import parameters
 from mesascope.store import StoreError, digest, from_dict, to_dict, with_field
-from mesascope.training import Config
+from mesascope.training import Config, WarmupCosine
 
 COUNTS = {
     "linear-1": 6_400,
@@ -38,13 +38,12 @@ def test_parameter_counts(name):
 
 @pytest.mark.parametrize("variant", ["as_run", "as_written"])
 def test_every_preset(variant):
-    """Builds, survives JSON, has a digest of its own, and its model reads its task's tokens."""
-    seen = {}
+    """Builds, survives JSON with its digest, and its model reads its task's tokens."""
     for name in PRESETS:
         config = preset(name, variant)
-        assert from_dict(to_dict(config), Config) == config
-        assert digest(config) not in seen, f"{name} and {seen[digest(config)]}"
-        seen[digest(config)] = name
+        again = from_dict(to_dict(config), Config)
+        assert again == config
+        assert digest(again) == digest(config)
 
         def shapes(key, config=config):
             batch = config.examples(key, 2)
@@ -74,6 +73,67 @@ def test_where_text_and_code_differ():
     assert blocks[1].normalize.values
 
 
+# Rate, steps, batch size, weight decay, standard deviation at the start, activation clipping.
+AS_RUN = {
+    "linear-1": (1e-4, 5000, 256, 0.1, 2e-4, 4.0),
+    "linear-2": (1e-4, 5000, 256, 0.1, 2e-4, 4.0),
+    "linear-4": (1e-4, 10_000, 256, 0.1, 2e-4, 4.0),
+    "linear-6": (1e-4, 15_000, 256, 0.1, 2e-4, 4.0),
+    "mesa-1": (4e-4, 5000, 256, 0.1, 2e-4, 4.0),
+    "interpolation-1": (2e-4, 3500, 256, 0.05, 2e-4, 4.0),
+    "interpolation-6": (1e-4, 4500, 512, 0.1, 2e-4, 4.0),
+    "softmax-3": (8e-4, 10_000, 256, 0.05, 0.05, None),
+    "softmax-7": (8e-4, 10_000, 256, 0.05, 0.05, None),
+    "hybrid-mesa": (3e-4, 20_000, 256, 0.05, 0.05, 1.0),
+    "full-mesa": (3e-4, 3500, 256, 0.05, 0.05, None),
+    "binding-softmax-7": (8e-4, 20_000, 256, 0.05, 0.05, None),
+    "binding-hybrid-mesa": (8e-4, 12_000, 256, 0.05, 0.05, 1.0),
+    "sensitivity-softmax-7": (7e-4, 3000, 256, 0.05, 0.05, None),
+    "partial-softmax-7": (4e-4, 20_000, 256, 0.05, 0.05, None),
+    "partial-hybrid-mesa": (4e-4, 12_000, 256, 0.05, 0.05, 1.0),
+    "nonlinear-softmax-7": (1e-3, 40_000, 256, 0.05, 0.05, None),
+    "nonlinear-hybrid-mesa": (4e-4, 40_000, 256, 0.05, 0.05, 15.0),
+    "icl-softmax-7": (8e-4, 15_000, 128, 0.05, 0.05, None),
+    "linearization-20": (9e-3, 8000, 64, 0.05, 0.05, None),
+    "contracting-linear-4": (1e-4, 10_000, 256, 0.1, 2e-4, 4.0),
+    "fixed-teacher-linear-1": (4e-4, 10_000, 512, 0.1, 2e-4, 4.0),
+}
+SMALL, WIDE = 2e-4**0.5, 0.05**0.5
+AS_WRITTEN = {
+    "linear-1": (1e-4, 5000, 256, 0.1, SMALL, 4.0),
+    "linear-6": (1e-4, 10_000, 256, 0.1, SMALL, 4.0),
+    "mesa-1": (1e-4, 5000, 256, 0.1, SMALL, None),
+    "interpolation-1": (1e-4, 3500, 256, 0.1, SMALL, 4.0),
+    "interpolation-6": (1e-4, 4500, 256, 0.1, SMALL, 4.0),
+    "constructed-softmax": (1e-4, 10_000, 256, 0.1, SMALL, None),
+    "softmax-7": (7e-4, 10_000, 256, 0.05, 0.05, None),
+    "hybrid-mesa": (7e-4, 10_000, 256, 0.05, 0.05, None),
+    "partial-softmax-7": (4e-4, 20_000, 256, 0.05, WIDE, None),
+    "nonlinear-softmax-7": (1e-3, 40_000, 256, 0.05, WIDE, None),
+    "nonlinear-hybrid-mesa": (4e-4, 40_000, 256, 0.05, WIDE, None),
+    "icl-softmax-7": (7e-4, 40_000, 128, 0.05, 0.05, None),
+    "fixed-teacher-linear-1": (1e-4, 10_000, 256, 0.1, SMALL, 4.0),
+}
+ENDS = {
+    "softmax-7": (30_000, 31_000),
+    "nonlinear-softmax-7": (50_000, 51_000),
+    "icl-softmax-7": (30_000, 61_000),
+}
+
+
+@pytest.mark.parametrize(("variant", "table"), [("as_run", AS_RUN), ("as_written", AS_WRITTEN)])
+def test_hyperparameters(variant, table):
+    for name, expected in table.items():
+        config = preset(name, variant)
+        train, model = config.train, config.model
+        got = (train.optimizer.rate.peak, train.steps, train.batch_size, train.optimizer.weight_decay)
+        assert (*got, model.init_std, model.clip) == expected, name
+    for name, ends in ENDS.items():
+        rate = preset(name, variant).train.optimizer.rate
+        assert isinstance(rate, WarmupCosine)
+        assert (rate.warmup, rate.end, rate.floor) == (1000, ends[variant == "as_written"], 1e-5)
+
+
 def test_wrong_names():
     with pytest.raises(ValueError, match=r"there is none called 'softmax-8'\. There are: linear-1"):
         preset("softmax-8")
@@ -98,6 +158,10 @@ def test_setting_fields_by_name():
     changed = with_field(config, 'model.blocks.1.mixer={"kind": "Mesa", "lam_init": 2.0}')
     assert changed.model.blocks[1].mixer == Mesa(lam_init=2.0)
     assert with_field(config, "model.clip=3.0").model.clip == 3.0
+    assert digest(with_field(config, "model.clip=3")) == digest(with_field(config, "model.clip=3.0"))
+    for wrong in ("train.steps=1e1", "model.clip=high", "model.layer_norm=1", "tokens=3"):
+        with pytest.raises(StoreError, match=r"expected .*, got "):
+            with_field(config, wrong)
     with pytest.raises(ValueError, match=r"no field 'model\.blocks\.7\.mixer'"):
         with_field(config, "model.blocks.7.mixer=Linear")
     with pytest.raises(StoreError, match="no kind 'Quadratic' is known"):

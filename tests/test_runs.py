@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -230,8 +231,11 @@ def test_a_damaged_checkpoint(tmp_path, how):
         fit(config, runs=tmp_path / "b")
     previous.write_bytes(good)
     console = plain()
-    run = fit(config, runs=tmp_path / "b", console=console)
+    fit(config, runs=tmp_path / "b", max_minutes=0.0, console=console)
     assert "Going on from the one before it" in console.export_text()
+    # The damaged one does not take the place of the good one when the next is written.
+    assert previous.read_bytes() == good
+    run = fit(config, runs=tmp_path / "b")
     assert contents(run) == contents(undisturbed)
 
 
@@ -270,7 +274,7 @@ def test_divergence_names_seed_step_and_checkpoint(tmp_path):
         config, train=dataclasses.replace(config.train, optimizer=optimizer, first_seed=7)
     )
     with pytest.raises(
-        RunError, match=r"loss of seed 7 is not finite at step 1\. The last good checkpoint is .*, step"
+        RunError, match=r"loss of seeds 7, 8 is not finite at step 1\. The last good checkpoint is .*, step"
     ):
         fit(config, runs=tmp_path, save_seconds=0.0)
     (checkpoint,) = tmp_path.glob("*/checkpoint.safetensors")
@@ -294,9 +298,9 @@ def test_progress_on_a_terminal(tmp_path):
 
 def test_tensorboard(tmp_path):
     config = tiny()
-    sink = sinks.TensorBoard(tmp_path)
-    fit(config, runs=tmp_path, sinks=[sink])
-    (events,) = (tmp_path / "tensorboard").iterdir()
+    for _ in range(2):
+        run = fit(config, runs=tmp_path, fresh=True, sinks=[sinks.TensorBoard])
+    (events,) = (run.path / "tensorboard").iterdir()
     assert b"eval_loss/seed_1" in events.read_bytes()
 
 
@@ -304,14 +308,14 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    fit(tiny(), runs=tmp_path, sinks=[sinks.WeightsAndBiases("test", tmp_path, tiny())])
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    run = fit(tiny(), runs=tmp_path, sinks=[partial(sinks.WeightsAndBiases, "test")])
+    assert list(run.path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_a_sink_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(RunError, match=r"tensorboard: needs `pip install mesascope\[tensorboard\]`"):
-        sinks.TensorBoard(tmp_path)
+        fit(tiny(), runs=tmp_path, sinks=[sinks.TensorBoard])
 
 
 def test_command_line_errors_are_sentences(tmp_path):
@@ -329,6 +333,26 @@ def test_command_line_errors_are_sentences(tmp_path):
         assert done.returncode != 0
         assert expected in " ".join((done.stderr + done.stdout).split())
         assert "Traceback" not in done.stderr
+
+
+def test_a_configuration_that_was_changed_by_hand(tmp_path):
+    config = tiny(steps=40)
+    run = stopped(config, tmp_path)
+    path = run.path / "config.json"
+    path.write_text(path.read_text().replace('"steps": 40', '"steps": 50'))
+    with pytest.raises(RunError, match="is not the configuration asked for"):
+        fit(config, runs=tmp_path)
+
+
+def test_going_on_with_other_libraries_is_recorded(tmp_path, monkeypatch):
+    config = tiny(steps=40)
+    run = stopped(config, tmp_path)
+    made = runs.provenance
+    monkeypatch.setattr(runs, "provenance", lambda config: made(config) | {"device": "abacus"})
+    console = plain()
+    assert fit(config, runs=tmp_path, console=console).finished
+    assert "not as it was begun: device changed" in console.export_text()
+    assert run.provenance["resumed"][0]["device"] == "abacus"
 
 
 def test_metrics_are_json(tmp_path):

@@ -49,7 +49,7 @@ def step_milliseconds(configs: dict[str, Config], *, repeats: int) -> dict[str, 
 
 
 def flops_per_step(config: Config) -> float:
-    """Of the model, forward and backward, as XLA counts them; without sampling and optimizer."""
+    """Of the model's matrix products, forward and backward; without sampling and optimizer."""
     trainer = Trainer(config)
 
     def gradient(models: Transformer, tokens: Array, targets: Array) -> Transformer:
@@ -57,9 +57,26 @@ def flops_per_step(config: Config) -> float:
         return jax.vmap(jax.grad(loss))(models)
 
     batch = jax.eval_shape(lambda: config.examples(jax.random.key(0), config.train.batch_size))
-    compiled = jax.jit(gradient).lower(trainer.shapes.models, batch.tokens, batch.targets).compile()
-    analysis = compiled.cost_analysis()
-    return float((analysis or {}).get("flops", math.nan))
+    return _matrix_flops(jax.make_jaxpr(gradient)(trainer.shapes.models, batch.tokens, batch.targets).jaxpr)
+
+
+def _matrix_flops(jaxpr: Any) -> float:
+    """Two for every product of entries, loops counted as often as they run. (XLA's own account counts them once.)"""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                total += times * _matrix_flops(getattr(inner, "jaxpr", inner))
+    return total
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
 def host_share(config: Config) -> float:
@@ -69,6 +86,19 @@ def host_share(config: Config) -> float:
 
 
 # PyTorch.
+
+
+def has_twin(config: Config) -> bool:
+    """Whether `torch_step` knows everything that this model is made of."""
+    spec = config.model
+    plain = all(
+        isinstance(block.mixer, Softmax)
+        and block.normalize is None
+        and not (block.dpfp or block.forgets or block.shift_keys)
+        and (block.mlp is None or block.mlp.activation != "relu")
+        for block in spec.blocks
+    )
+    return plain and not spec.masked and (spec.positions is None or spec.positions.at != "tokens")
 
 
 def torch_step(
@@ -82,12 +112,14 @@ def torch_step(
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
-    if not all(isinstance(block.mixer, Softmax) for block in config.model.blocks):
-        raise ValueError("torch_step: softmax models only.")
+    if not has_twin(config):
+        raise ValueError("torch_step: plain softmax models only.")
     spec, optimizer = config.model, config.train.optimizer
 
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+
     def tensor(array: Array) -> Any:
-        return torch.tensor(np.asarray(array), requires_grad=True)
+        return torch.tensor(np.asarray(array), requires_grad=True, device=device)
 
     weights = jax.tree.map(tensor, model)
     parameters = [leaf for leaf in jax.tree.leaves(weights) if isinstance(leaf, torch.Tensor)]
@@ -95,10 +127,10 @@ def torch_step(
         parameters, lr=float(optimizer.rate.peak), betas=(optimizer.b1, optimizer.b2), eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
     )  # fmt: skip
-    x_all, y_all = torch.tensor(tokens), torch.tensor(targets)
+    x_all, y_all = torch.tensor(tokens, device=device), torch.tensor(targets, device=device)
     codes = None
     if spec.positions is not None:
-        codes = torch.tensor(np.asarray(positions(tokens.shape[1], spec.positions.dim)))
+        codes = torch.tensor(np.asarray(positions(tokens.shape[1], spec.positions.dim)), device=device)
         codes = codes.expand(len(tokens), *codes.shape)
 
     def norm(x: Any, scale: Any) -> Any:
@@ -183,13 +215,21 @@ def against_torch(config: Config, *, repeats: int) -> dict[str, Any]:
             step()
             step()
             samples[name].append(5e2 * (time.perf_counter() - began))
-    medians = {name: float(np.median(values)) for name, values in samples.items()}
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    if apart > 1e-4:
+        raise RuntimeError(f"PyTorch's model is not ours: losses of the first two steps {losses}.")
+    medians = {name: float(np.median(values)) for name, values in samples.items()}
     return medians | {"ratio": medians["ours"] / medians["torch"], "losses_apart": apart}
 
 
 def bench_train(
-    *, presets: tuple[str, ...], variant: str, seeds: int, repeats: int, out: Path | None
+    *,
+    presets: tuple[str, ...],
+    variant: str,
+    seeds: int,
+    batch_size: int | None,
+    repeats: int,
+    out: Path | None,
 ) -> Report:
     """Print the table; see the command line's help."""
     console, report = Console(), Report(machine=machine())
@@ -211,6 +251,8 @@ def bench_train(
     torch_here = importlib.util.find_spec("torch") is not None
     for name in presets:
         config = preset(name, variant)  # pyright: ignore[reportArgumentType]
+        if batch_size is not None:
+            config = with_train(config, batch_size=batch_size)
         many = with_train(config, seeds=seeds)
         with console.status(name):
             measured = step_milliseconds({"one": with_train(config, seeds=1), "many": many}, repeats=repeats)
@@ -225,8 +267,7 @@ def bench_train(
                 preset=name, variant=variant, seeds=seeds, one_seed=one.tolist(), seeds_together=several.tolist(),
                 ratio=several[0] / one[0], flops=flops, host_share=share,
             )  # fmt: skip
-            softmax = all(isinstance(block.mixer, Softmax) for block in config.model.blocks)
-            if torch_here and softmax:
+            if torch_here and has_twin(config):
                 row["torch"] = against_torch(config, repeats=repeats)
         report.speed.append(row)
         theirs = row.get("torch")

@@ -1,7 +1,10 @@
 """`mesascope`: the command line."""
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -59,6 +62,8 @@ class BenchTrain:
     """As the released code ran them, or as the paper's text has them (LayerNorm and MLPs)."""
     seeds: int = 5
     """How many at once."""
+    batch_size: int | None = None
+    """Sequences per step; by default the preset's."""
     repeats: int = 7
     """Timed rounds."""
     out: Path | None = None
@@ -68,7 +73,12 @@ class BenchTrain:
         from mesascope.bench_train import bench_train
 
         bench_train(
-            presets=self.presets, variant=self.variant, seeds=self.seeds, repeats=self.repeats, out=self.out
+            presets=self.presets,
+            variant=self.variant,
+            seeds=self.seeds,
+            batch_size=self.batch_size,
+            repeats=self.repeats,
+            out=self.out,
         )
 
 
@@ -109,7 +119,7 @@ class Train:
     fresh: bool = False
     """Forget what there is of this run and begin again."""
     max_minutes: float | None = None
-    """Stop cleanly after so many minutes; the same command goes on later."""
+    """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
     save_seconds: float = 30.0
     """Time between checkpoints; the result does not depend on it."""
     tensorboard: bool = False
@@ -124,7 +134,7 @@ class Train:
 
         from mesascope import sinks
         from mesascope.presets import preset
-        from mesascope.runs import fit, path_of
+        from mesascope.runs import Run, Sink, fit
         from mesascope.store import with_field
 
         config = preset(self.preset, self.variant) if config is None else config
@@ -132,23 +142,22 @@ class Train:
             config = with_field(config, assignment)
         if self.seeds is not None:
             config = replace(config, train=replace(config.train, seeds=self.seeds))
-        path = path_of(config, self.runs)
-        opened = []
-        if self.tensorboard:
-            opened.append(sinks.TensorBoard(path))
+        chosen: list[Callable[[Run, int], Sink]] = [sinks.TensorBoard] if self.tensorboard else []
         if self.wandb is not None:
-            opened.append(sinks.WeightsAndBiases(self.wandb, path, config))
+            chosen.append(partial(sinks.WeightsAndBiases, self.wandb))
+        began = time.monotonic()
         run = fit(
             config,
             runs=self.runs,
             fresh=self.fresh,
             max_minutes=self.max_minutes,
             save_seconds=self.save_seconds,
-            sinks=opened,
+            sinks=chosen,
             console=Console(),
         )
-        if not run.finished and self.max_minutes is None:
-            sys.exit(130)
+        if not run.finished:
+            out_of_time = self.max_minutes is not None and time.monotonic() - began >= 60 * self.max_minutes
+            sys.exit(75 if out_of_time else 130)
 
 
 @dataclass(frozen=True, kw_only=True)

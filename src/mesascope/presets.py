@@ -80,8 +80,13 @@ def _constructed(
     batch_size: int = 256,
     keep_every: int | None = None,
 ) -> Config:
-    """Tokens that already hold the previous observation; predictions are read from the first slot."""
+    """Tokens that already hold the previous observation; predictions are read from the first slot.
+
+    The text has one recipe for all of them: rate 1e-4, weight decay 0.1, batches of 256, at most 10,000 steps.
+    """
     as_run = variant == "as_run"
+    if not as_run:
+        rate, weight_decay, batch_size, steps = 1e-4, 0.1, 256, min(steps, 10_000)
     task = Dynamics.linear(variant) if task is None else task
     tokens = Constructed(slots=4)
     # The text gives every single-layer model two heads; the released mesa-layer has four.
@@ -91,14 +96,14 @@ def _constructed(
         token_dim=tokens.width(task.obs_dim),
         output_dim=task.obs_dim,
         blocks=(block,) * layers,
-        clip=4.0,
+        clip=4.0 if as_run or mixer == "linear" else None,
         masked=2 * task.obs_dim if as_run and layers == 1 else 0,
         init_std=2e-4 if as_run else 2e-4**0.5,
     )
     train = TrainConfig(
         steps=steps,
         batch_size=batch_size,
-        optimizer=_optimizer(variant, Constant(peak=rate if as_run else 1e-4), weight_decay),
+        optimizer=_optimizer(variant, Constant(peak=rate), weight_decay),
         keep_every=keep_every,
     )
     return Config(name="", task=task, tokens=tokens, model=model, train=train)
@@ -287,6 +292,8 @@ def _constructed_softmax(variant: Variant) -> Config:
         init_std=2e-4 if variant == "as_run" else 2e-4**0.5,
     )
     optimizer = _optimizer(variant, _rate(variant, 7e-4), 0.05)
+    if variant == "as_written":
+        optimizer = _optimizer(variant, Constant(peak=1e-4), 0.1)
     return Config(
         name="", task=task, tokens=tokens, model=model, train=TrainConfig(steps=10_000, optimizer=optimizer)
     )
@@ -326,7 +333,7 @@ def _table() -> dict[str, Preset]:
         layers=6, key_dim=40, rate=1e-4, steps=4500, batch_size=512, keep_every=100)  # fmt: skip
     add(
         "constructed-softmax",
-        "two softmax heads on constructed tokens, to be distilled",
+        "two softmax layers of one head on constructed tokens, to be distilled",
         _constructed_softmax,
     )
 

@@ -53,16 +53,18 @@ class Lines:
         self.steps, self.first = steps, step
         self.began = time.monotonic()
 
-    def advanced(self, step: int, loss: np.ndarray) -> None: ...
+    def advanced(self, step: int, loss: np.ndarray) -> None:
+        if time.monotonic() - self.last_line > 6 * SECONDS_BETWEEN_LINES:
+            self.evaluated(step, loss, "training")
 
-    def evaluated(self, step: int, loss: np.ndarray) -> None:
+    def evaluated(self, step: int, loss: np.ndarray, what: str = "held-out") -> None:
         now = time.monotonic()
         if self.first < step < self.steps and now - self.last_line < SECONDS_BETWEEN_LINES:
             return
         self.last_line = now
         speed = (step - self.first) / max(now - self.began, 1e-9)
         left = f", {speed:.3g} steps/s, {duration((self.steps - step) / speed)} left" if speed else ""
-        self._print(f"step {step}/{self.steps}: held-out loss {spread(loss)}{left}")
+        self._print(f"step {step}/{self.steps}: {what} loss {spread(loss)}{left}")
 
     def note(self, text: str) -> None:
         self._print(text)
@@ -97,7 +99,7 @@ class Bar(Lines):
             speed = (step - self.first) / max(time.monotonic() - self.began, 1e-9)
             self.bar.update(self.task, completed=step, speed=f"{speed:.3g} steps/s")
 
-    def evaluated(self, step: int, loss: np.ndarray) -> None:
+    def evaluated(self, step: int, loss: np.ndarray, what: str = "held-out") -> None:
         if self.task is not None:
             self.bar.update(self.task, loss=spread(loss))
 

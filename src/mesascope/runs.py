@@ -54,7 +54,7 @@ class RunError(RuntimeError):
 
 
 class Sink(Protocol):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Where metrics go besides `metrics.jsonl`. `fit` opens one with the run and the step at which it goes on."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of one evaluation."""
@@ -165,7 +165,7 @@ class Run:
             raise RunError(f"runs: cannot write to {self.path}: {error.strerror}.") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise RunError(f"{self.path} is being trained by another process.") from error
         else:
             yield
@@ -173,7 +173,9 @@ class Run:
             os.close(file)
 
     def _clear(self) -> None:
-        for path in self.path.iterdir():
+        # What would make the rest look finished goes first, should this be cut short.
+        first = ("result.json", "checkpoint.safetensors", "checkpoint.previous.safetensors")
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name not in first):
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name != ".lock":
@@ -181,14 +183,10 @@ class Run:
 
     def _save(self, state: TrainState) -> None:
         current = self.path / "checkpoint.safetensors"
-        step = str(int(state.step))
         if current.exists():
-            # A link, so that there is a good checkpoint at every moment.
-            spare = self.path / ".checkpoint.link"
-            spare.unlink(missing_ok=True)
-            os.link(current, spare)
-            os.replace(spare, self.path / "checkpoint.previous.safetensors")
-        store.write_arrays(current, state, step=step, config=store.digest(self.config))
+            # A copy, so that there is a good checkpoint at every moment.
+            store.write(self.path / "checkpoint.previous.safetensors", current.read_bytes())
+        store.write_arrays(current, state, step=str(int(state.step)), config=store.digest(self.config))
 
     def _restore(self, shapes: TrainState, progress: Progress) -> TrainState | None:
         """The newest checkpoint that is whole, or None before the first."""
@@ -207,6 +205,8 @@ class Run:
                 continue
             for problem in problems:
                 progress.note(f"{problem} Going on from the one before it.")
+                # Out of the way, lest it be taken for a good one when the next is written.
+                os.replace(path, self._checkpoints[0])
             return jax.tree.map(jnp.asarray, state)
         if problems:
             raise RunError(f"{' '.join(problems)} No good one is left: start anew with --fresh.")
@@ -220,7 +220,7 @@ def fit(
     fresh: bool = False,
     max_minutes: float | None = None,
     save_seconds: float = 30.0,
-    sinks: Sequence[Sink] = (),
+    sinks: Sequence[Callable[[Run, int], Sink]] = (),
     console: Console | None = None,
 ) -> Run:
     """Train what a configuration describes, or go on with it, or return it if that has been done.
@@ -230,7 +230,7 @@ def fit(
         fresh: forget what there is of this run and begin again.
         max_minutes: stop cleanly after so many; the same call goes on later.
         save_seconds: time between checkpoints. It has no influence on the result.
-        sinks: further places for metrics.
+        sinks: further places for metrics, such as `sinks.TensorBoard`: called with the run and the step it is at.
         console: where progress is shown: a bar on a terminal, lines elsewhere. None is silent.
 
     Returns:
@@ -251,18 +251,27 @@ def fit(
             return run
         if not (run.path / "config.json").exists():
             store.write_json(run.path / "config.json", store.to_dict(config))
+        elif run.config != config:
+            raise RunError(
+                f"{run.path / 'config.json'} is not the configuration asked for: start anew with --fresh."
+            )
         trainer = _trainer(config)
         state = run._restore(trainer.shapes, progress)
         if state is None:
+            # Remains of an earlier beginning that never came to a checkpoint.
+            (run.path / "metrics.jsonl").unlink(missing_ok=True)
             store.write_json(run.path / "provenance.json", provenance(config))
             state = trainer.start()
         else:
             progress.note(f"going on at step {int(state.step)} of {run.path}")
+            _note_changes(run, int(state.step), progress)
+        opened: list[Sink] = []
         try:
-            _train(run, trainer, state, progress, max_minutes, save_seconds, sinks)
+            opened += [sink(run, int(state.step)) for sink in sinks]
+            _train(run, trainer, state, progress, max_minutes, save_seconds, opened)
         finally:
             progress.stop()
-            for sink in sinks:
+            for sink in opened:
                 sink.close()
     return run
 
@@ -293,13 +302,19 @@ def _train(
             if (step % train.eval_every == 0 or step == train.steps) and log.last_step != step:
                 with clock.busy("evaluate"):
                     losses = np.asarray(trainer.evaluate(state.models) @ trainer.predicts)
+                if not np.isfinite(losses).all():
+                    raise _diverged(run, trainer, np.where(np.isfinite(losses), -1, step))
                 since = step - (log.last_step or 0)
                 mean = np.asarray(state.loss_sum) / since if since else np.full(train.seeds, np.nan)
                 rate = float(train.optimizer.rate(step))
                 log.add(dict(step=step, eval_loss=losses.tolist(), train_loss=_finite(mean), rate=rate))
                 for sink in sinks:
                     named = {f"eval_loss/seed_{i}": float(x) for i, x in enumerate(losses)}
-                    sink.log(step, named | {"eval_loss": float(losses.mean()), "rate": rate})
+                    sink.log(
+                        step,
+                        named
+                        | {"eval_loss": float(losses.mean()), "train_loss": float(mean.mean()), "rate": rate},
+                    )
                 state = state._replace(loss_sum=jnp.zeros_like(state.loss_sum))
                 progress.evaluated(step, losses)
             if train.keep_every is not None and step % train.keep_every == 0:
@@ -327,6 +342,8 @@ def _train(
             step += target
             stride = 2 * stride if elapsed() < 0.5 else max(1, stride // 2) if elapsed() > 2 else stride
             progress.advanced(step, np.asarray(loss))
+    timing = clock.account(train.steps - first)
+    run._save(state)
     store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
     by_position = trainer.evaluate_finally(state.models)
     result = dict(
@@ -334,7 +351,7 @@ def _train(
         loss_by_position=np.asarray(by_position).tolist(),
         sequences=train.final_sequences,
     )
-    store.write_json(run.path / "timing.json", clock.account(train.steps - first))
+    store.write_json(run.path / "timing.json", timing)
     store.write_json(run.path / "result.json", result)
     for path in run._checkpoints:
         path.unlink()
@@ -342,8 +359,9 @@ def _train(
 
 
 def _diverged(run: Run, trainer: Trainer, failed: np.ndarray) -> RunError:
-    index = int(np.flatnonzero(failed >= 0)[0])
-    seed = trainer.config.train.first_seed + index
+    step = int(failed[failed >= 0].min())
+    seeds = [str(trainer.config.train.first_seed + i) for i in np.flatnonzero(failed == step)]
+    seed = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(seeds)
     saved = run._checkpoints
     kept = (
         f"The last good checkpoint is {saved[0]}, step {run.step}."
@@ -351,7 +369,7 @@ def _diverged(run: Run, trainer: Trainer, failed: np.ndarray) -> RunError:
         else "There was no checkpoint yet."
     )
     return RunError(
-        f"training diverged: the loss of seed {seed} is not finite at step {int(failed[index])}. {kept} "
+        f"training diverged: the loss of {seed} is not finite at step {step}. {kept} "
         "A smaller learning rate (--train.optimizer.rate.peak) or activation clipping (--model.clip) may help."
     )
 
@@ -506,6 +524,16 @@ def _check_source(run: Run, progress: Progress) -> None:
     progress.note(f"{what}. To train it anew: --fresh.")
 
 
+def _note_changes(run: Run, step: int, progress: Progress) -> None:
+    """A run that goes on elsewhere is still a run, but not one whose bits can be had again: it says so."""
+    made, now = run.provenance, provenance(run.config)
+    changed = [name for name in ("device", "precision", "python", "libraries") if made.get(name) != now[name]]
+    if changed:
+        progress.note(f"not as it was begun: {', '.join(changed)} changed; recorded in provenance.json.")
+        made.setdefault("resumed", []).append({"step": step} | {name: now[name] for name in changed})
+        store.write_json(run.path / "provenance.json", made)
+
+
 def path_of(config: Config, runs: str | Path = "runs") -> Path:
     """The directory of a configuration's run."""
     return Path(runs) / f"{config.name}-{store.digest(config)}"
@@ -516,18 +544,19 @@ def find(run_or_name: str | Path, *, runs: str | Path = "runs") -> Run:
     path = Path(run_or_name)
     if (path / "config.json").exists():
         return Run(path)
-    found = [p.parent for p in sorted(Path(runs).glob(f"{run_or_name}*/config.json"))]
+    there = sorted(p.parent for p in Path(runs).glob("*/config.json"))
+    found = [p for p in there if str(run_or_name) and p.name.startswith(str(run_or_name))]
     exact = [p for p in found if p.name.rpartition("-")[0] == str(run_or_name)]
     found = exact or found
     if len(found) == 1:
         return Run(found[0])
-    there = sorted(p.parent.name for p in Path(runs).glob("*/config.json"))
     if found:
         raise RunError(
             f"{run_or_name!r} is one of several runs: {', '.join(p.name for p in found)}. Which one?"
         )
     raise RunError(
-        f"there is no run {str(run_or_name)!r} in {runs}. There {'are: ' + ', '.join(there) if there else 'is none'}."
+        f"there is no run {str(run_or_name)!r} in {runs}. "
+        f"There {'are: ' + ', '.join(p.name for p in there) if there else 'is none'}."
     )
 
 

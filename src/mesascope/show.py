@@ -13,7 +13,7 @@ from rich.table import Table
 from mesascope.models import Transformer
 from mesascope.presets import PRESETS, preset
 from mesascope.progress import spread
-from mesascope.runs import Run
+from mesascope.runs import Run, source_hash
 from mesascope.store import StoreError
 from mesascope.training import Config
 
@@ -85,6 +85,10 @@ def show_run(run: Run, console: Console | None = None) -> None:
                 "" if np.isnan(train).any() else spread(train),
             )
         console.print(table)
+    if made["source"] != source_hash():
+        console.print(
+            f"made by other source than this ({source_hash()}); to train it anew: --fresh", highlight=False
+        )
     if run.finished:
         result = run.result
         loss = spread(np.array(result["loss"]))

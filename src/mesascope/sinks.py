@@ -1,22 +1,20 @@
 """Metrics to TensorBoard and Weights & Biases, for those who have them: see `runs.Sink`."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from mesascope import store
-from mesascope.runs import RunError
-from mesascope.training import Config
+from mesascope.runs import Run, RunError
 
 
 class TensorBoard:
     """Events in the run's directory: `tensorboard --logdir runs`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, run: Run, step: int):
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise RunError("tensorboard: needs `pip install mesascope[tensorboard]`.") from error
-        self.writer = SummaryWriter(str(path / "tensorboard"))
+        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One point per metric."""
@@ -31,19 +29,20 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of the given project, under the name of ours; going on with ours goes on with it."""
 
-    def __init__(self, project: str, path: Path, config: Config):
+    def __init__(self, project: str, run: Run, step: int):
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise RunError("wandb: needs `pip install mesascope[wandb]`.") from error
-        path.mkdir(parents=True, exist_ok=True)
+        # A run begun afresh is another run there: steps cannot go back.
+        begun = run.provenance["started"].replace(":", "").replace("+", "_")
         self.run = wandb.init(
             project=project,
-            name=path.name,
-            id=path.name,
+            name=run.path.name,
+            id=f"{run.path.name}-{begun}",
             resume="allow",
-            dir=str(path),
-            config=store.to_dict(config),
+            dir=str(run.path),
+            config=store.to_dict(run.config),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -18,6 +18,10 @@ from safetensors.numpy import save
 
 T = TypeVar("T")
 
+# A process can only learn its mask by setting it.
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
 
 class StoreError(RuntimeError):
     """A file that cannot be written, or is not what it should be."""
@@ -32,23 +36,26 @@ def write(path: Path, content: bytes) -> None:
             temporary = file.name
             file.write(content)
             file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_UMASK)
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        temporary = None
         directory = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise StoreError(
             f"could not write {path}: {error.strerror}. What was there before is untouched."
         ) from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
-    write(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    write(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
@@ -181,10 +188,31 @@ def _revive(data: Any, kinds: Mapping[str, type]) -> Any:
     unknown = sorted(given.keys() - {f.name for f in fields(kind)})
     if unknown:
         raise StoreError(f"{kind.__name__} has no field {unknown[0]!r}. Was it written by another version?")
+    hints = typing.get_type_hints(kind)
+    given = {name: _fitted(value, hints[name], f"{kind.__name__}.{name}") for name, value in given.items()}
     try:
         return kind(**given)
     except (TypeError, ValueError) as error:
         raise StoreError(f"not a valid {kind.__name__}: {error}") from error
+
+
+def _fitted(value: Any, hint: Any, where: str) -> Any:
+    """The value, if it is of that type; whole numbers become floats where floats are meant."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is typing.Literal and value in typing.get_args(option):
+            return value
+        if origin is tuple and isinstance(value, tuple):
+            item = typing.get_args(option)[0]
+            return tuple(_fitted(v, item, where) for v in value)
+        if isinstance(option, type) and origin is None:
+            if type(value) is option or (is_dataclass(option) and isinstance(value, option)):
+                return value
+            if option is float and type(value) is int:
+                return float(value)
+    wanted = str(getattr(hint, "__name__", hint)).replace("typing.", "")
+    raise StoreError(f"{where}: expected {wanted}, got {value!r}.")
 
 
 def _kinds(root: type) -> dict[str, type]:

@@ -113,7 +113,15 @@ class TrainConfig:
     final_sequences: int = 4096
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "seeds", "eval_every", "eval_batches", "eval_batch_size"):
+        for name in (
+            "steps",
+            "batch_size",
+            "seeds",
+            "eval_every",
+            "eval_batches",
+            "eval_batch_size",
+            "final_sequences",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}.")
         if self.keep_every is not None and self.keep_every < 1:
@@ -235,8 +243,7 @@ class Advanced(NamedTuple):
     """After some steps.
 
     Attributes:
-        failed: for each seed the first step whose loss was not finite, or whose update left weights that are not;
-            -1 for none.
+        failed: for each seed the first step whose loss is not finite, -1 for none.
     """
 
     state: TrainState
@@ -318,8 +325,8 @@ class Trainer:
                 jnp.all(jnp.isfinite(leaf), tuple(range(1, leaf.ndim)))
                 for leaf in jax.tree.leaves(done.state.models)
             ]).all(0)  # fmt: skip
-            last = done.state.step - 1
-            return done._replace(failed=jnp.where((done.failed < 0) & ~sound, last, done.failed))
+            # Weights that are not finite make the next loss so.
+            return done._replace(failed=jnp.where((done.failed < 0) & ~sound, done.state.step, done.failed))
 
         return lambda state, steps: many_steps(state, jnp.asarray(steps, jnp.int32))
 
