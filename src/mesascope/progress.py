@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 
 SECONDS_BETWEEN_LINES = 5.0
+SECONDS_WITHOUT_A_LINE = 30.0
 
 
 class Progress(Protocol):
@@ -30,6 +31,7 @@ def progress_on(console: Console | None) -> Progress:
     return Bar(console) if console.is_terminal else Lines(console)
 
 
+@final
 class Silent:
     """Says nothing."""
 
@@ -41,70 +43,94 @@ class Silent:
     def stop(self) -> None: ...
 
 
+class _Pace:
+    """Steps per second and time left. Counted from the end of the first steps: they are compiled before they run."""
+
+    def __init__(self):
+        self.first: tuple[int, float] | None = None
+
+    def at(self, step: int) -> float | None:
+        """Steps per second so far, as soon as that means something."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = step, now
+        done, seconds = step - self.first[0], now - self.first[1]
+        return done / seconds if done and seconds > 0 else None
+
+
+@final
 class Lines:
     """One line every few seconds."""
 
     def __init__(self, console: Console):
-        self.console = console
+        self.console, self.pace = console, _Pace()
         self.steps = self.first = 0
-        self.began = self.last_line = time.monotonic()
+        self.last_line = time.monotonic()
 
     def start(self, step: int, steps: int) -> None:
         self.steps, self.first = steps, step
-        self.began = time.monotonic()
 
     def advanced(self, step: int, loss: np.ndarray) -> None:
-        if time.monotonic() - self.last_line > 6 * SECONDS_BETWEEN_LINES:
-            self.evaluated(step, loss, "training")
+        self.pace.at(step)
+        if time.monotonic() - self.last_line > SECONDS_WITHOUT_A_LINE:
+            self._tell(step, f"training loss {spread(loss)}")
 
-    def evaluated(self, step: int, loss: np.ndarray, what: str = "held-out") -> None:
-        now = time.monotonic()
-        if self.first < step < self.steps and now - self.last_line < SECONDS_BETWEEN_LINES:
-            return
-        self.last_line = now
-        speed = (step - self.first) / max(now - self.began, 1e-9)
+    def evaluated(self, step: int, loss: np.ndarray) -> None:
+        recently = time.monotonic() - self.last_line < SECONDS_BETWEEN_LINES
+        if step in (self.first, self.steps) or not recently:
+            self._tell(step, f"held-out loss {spread(loss)}")
+
+    def _tell(self, step: int, what: str) -> None:
+        self.last_line = time.monotonic()
+        speed = self.pace.at(step) if step > self.first else None
         left = f", {speed:.3g} steps/s, {duration((self.steps - step) / speed)} left" if speed else ""
-        self._print(f"step {step}/{self.steps}: {what} loss {spread(loss)}{left}")
+        self.note(f"step {step}/{self.steps}: {what}{left}")
 
     def note(self, text: str) -> None:
-        self._print(text)
+        _print(self.console, text)
 
     def finished(self, path: Path, loss: np.ndarray) -> None:
-        self._print(f"{path}: loss on fresh sequences {spread(loss)}")
+        self.note(f"{path}: loss on fresh sequences {spread(loss)}")
 
     def stop(self) -> None: ...
 
-    def _print(self, text: str) -> None:
-        self.console.print(escape(text), highlight=False, soft_wrap=True)
 
-
-class Bar(Lines):
+@final
+class Bar:
     """A bar with loss, speed and time left."""
 
     def __init__(self, console: Console):
-        super().__init__(console)
+        self.console, self.pace = console, _Pace()
         self.bar = RichProgress(
             BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=console,
         )  # fmt: skip
-        self.task = None
+        self.task = self.bar.add_task("", total=None, loss="…", speed="compiling")
 
     def start(self, step: int, steps: int) -> None:
-        super().start(step, steps)
-        self.task = self.bar.add_task("", total=steps, completed=step, loss="…", speed="compiling")
+        self.bar.update(self.task, total=steps, completed=step)
         self.bar.start()
 
     def advanced(self, step: int, loss: np.ndarray) -> None:
-        if self.task is not None:
-            speed = (step - self.first) / max(time.monotonic() - self.began, 1e-9)
-            self.bar.update(self.task, completed=step, speed=f"{speed:.3g} steps/s")
+        speed = self.pace.at(step)
+        self.bar.update(self.task, completed=step, speed=f"{speed:.3g} steps/s" if speed else "")
 
-    def evaluated(self, step: int, loss: np.ndarray, what: str = "held-out") -> None:
-        if self.task is not None:
-            self.bar.update(self.task, loss=spread(loss))
+    def evaluated(self, step: int, loss: np.ndarray) -> None:
+        self.bar.update(self.task, loss=spread(loss))
+
+    def note(self, text: str) -> None:
+        _print(self.console, text)
+
+    def finished(self, path: Path, loss: np.ndarray) -> None:
+        self.bar.stop()
+        self.note(f"{path}: loss on fresh sequences {spread(loss)}")
 
     def stop(self) -> None:
         self.bar.stop()
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(escape(text), highlight=False, soft_wrap=True)
 
 
 def spread(loss: np.ndarray) -> str:
