@@ -155,11 +155,12 @@ def run_for_a_while(*options: str, where: Path) -> subprocess.Popen:
     raise AssertionError("no checkpoint after two minutes")
 
 
-def test_killed_at_any_moment(tmp_path):
-    """SIGKILL to a real process, more than once; the bits of the end are those of an undisturbed run."""
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(tmp_path, kills):
+    """SIGKILL to a real process, and more than once; the bits of the end are those of an undisturbed run."""
     options = ("--train.steps", "30000", "--save-seconds", "0.05")
     rng = np.random.default_rng(0)
-    for _ in range(3):
+    for _ in range(kills):
         process = run_for_a_while(*options, where=tmp_path / "killed")
         time.sleep(rng.uniform(0, 0.3))
         process.kill()
