@@ -282,6 +282,18 @@ def test_divergence_names_seed_step_and_checkpoint(tmp_path):
     assert int(read_metadata(checkpoint)["step"]) <= 1
 
 
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    """And files can be read by whom the user's mask lets read."""
+    run = stopped(tiny(steps=40), tmp_path)
+    torn = run.path / ".checkpoint.safetensors.12345.tmp"
+    torn.write_bytes(b"half of a")
+    torn.chmod(0o600)
+    fit(tiny(steps=40), runs=tmp_path)
+    assert not torn.exists()
+    (tmp_path / "ordinary").touch()
+    assert (run.path / "weights.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
 def test_two_processes_do_not_train_one_run(tmp_path):
     run = stopped(tiny(steps=40), tmp_path)
     with run._locked(), pytest.raises(RunError, match="is being trained by another process"):
@@ -303,6 +315,7 @@ def test_tensorboard(tmp_path):
         run = fit(config, runs=tmp_path, fresh=True, sinks=[sinks.TensorBoard])
     (events,) = (run.path / "tensorboard").iterdir()
     assert b"eval_loss/seed_1" in events.read_bytes()
+    assert b"train_loss" in events.read_bytes()
 
 
 def test_weights_and_biases(tmp_path, monkeypatch):
@@ -357,6 +370,11 @@ def test_going_on_with_other_libraries_is_recorded(tmp_path, monkeypatch):
 
 
 def test_metrics_are_json(tmp_path):
+    """Also where there is no number yet: before the first step there is no training loss."""
     run = fit(tiny(), runs=tmp_path)
-    for line in (run.path / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    text = (run.path / "metrics.jsonl").read_text()
+    strictly = json.JSONDecoder(parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    lines = [strictly.decode(line) for line in text.splitlines()]
+    assert lines[0]["train_loss"] == [None, None]
+    assert all(np.isfinite(line["train_loss"]).all() for line in lines[1:])
+    assert all(np.isfinite(line["eval_loss"]).all() for line in lines)

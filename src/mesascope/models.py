@@ -459,10 +459,14 @@ class Transformer(eqx.Module):
                     q, k, v, log_decay, memory, start, lambda a: tap(f"{path}.mixer.attention", a)
                 )
         else:
-            # What each output takes from each value: the outputs for values that are unit vectors.
-            eye = jnp.broadcast_to(jnp.eye(q.shape[-2], dtype=v.dtype), (*v.shape[:-1], q.shape[-2]))
             mixer = block.mixer
-            tap.note(f"{path}.mixer.attention", lambda: _regress(layer, mixer, q, k, eye, log_decay, rate)[0])
+
+            def attention() -> Array:
+                """What each output takes from each value: the outputs for values that are unit vectors."""
+                eye = jnp.broadcast_to(jnp.eye(q.shape[-2], dtype=v.dtype), (*v.shape[:-1], q.shape[-2]))
+                return _regress(layer, mixer, q, k, eye, log_decay, rate)[0]
+
+            tap.note(f"{path}.mixer.attention", attention)
             heads, memory = _regress(layer, mixer, q, k, v, log_decay, rate, memory)
         heads = tap(f"{path}.mixer.heads", heads)
         after = None if memory is None else LayerState(memory, last_key)

@@ -27,20 +27,8 @@ class Progress(Protocol):
 
 def progress_on(console: Console | None) -> Progress:
     if console is None:
-        return Silent()
+        return Lines(Console(quiet=True))
     return Bar(console) if console.is_terminal else Lines(console)
-
-
-@final
-class Silent:
-    """Says nothing."""
-
-    def start(self, step: int, steps: int) -> None: ...
-    def advanced(self, step: int, loss: np.ndarray) -> None: ...
-    def evaluated(self, step: int, loss: np.ndarray) -> None: ...
-    def note(self, text: str) -> None: ...
-    def finished(self, path: Path, loss: np.ndarray) -> None: ...
-    def stop(self) -> None: ...
 
 
 class _Pace:

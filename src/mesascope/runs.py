@@ -12,7 +12,8 @@ A run is a directory named by its configuration:
       timing.json            how long it took, and how much of that the host cost
       result.json            losses on fresh sequences; written last, so a run that has it is finished
 
-The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bits.
+The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bits. (Tested on
+CPUs. On a GPU a new process may choose other kernels, and then the last digits differ.)
 """
 
 import fcntl
@@ -245,6 +246,8 @@ def fit(
     with run._locked():
         if fresh:
             run._clear()
+        for torn in run.path.glob("**/.*.tmp"):  # of a process that was killed while it wrote
+            torn.unlink()
         _check_source(run, progress)
         if run.finished:
             progress.note(f"{run.path} has already been trained.")
@@ -310,11 +313,8 @@ def _train(
                 log.add(dict(step=step, eval_loss=losses.tolist(), train_loss=_finite(mean), rate=rate))
                 for sink in sinks:
                     named = {f"eval_loss/seed_{i}": float(x) for i, x in enumerate(losses)}
-                    sink.log(
-                        step,
-                        named
-                        | {"eval_loss": float(losses.mean()), "train_loss": float(mean.mean()), "rate": rate},
-                    )
+                    named |= {"eval_loss": float(losses.mean()), "rate": rate}
+                    sink.log(step, named | ({"train_loss": float(mean.mean())} if since else {}))
                 state = state._replace(loss_sum=jnp.zeros_like(state.loss_sum))
                 progress.evaluated(step, losses)
             if train.keep_every is not None and step % train.keep_every == 0:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Mapping
@@ -18,10 +17,6 @@ from safetensors.numpy import save
 
 T = TypeVar("T")
 
-# A process can only learn its mask by setting it.
-_UMASK = os.umask(0)
-os.umask(_UMASK)
-
 
 class StoreError(RuntimeError):
     """A file that cannot be written, or is not what it should be."""
@@ -29,17 +24,14 @@ class StoreError(RuntimeError):
 
 def write(path: Path, content: bytes) -> None:
     """All of it or nothing: whoever reads sees the old file or the new one, also after a crash."""
-    temporary = None
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = file.name
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_UMASK)
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        temporary = None
         directory = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -50,8 +42,7 @@ def write(path: Path, content: bytes) -> None:
             f"could not write {path}: {error.strerror}. What was there before is untouched."
         ) from error
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
