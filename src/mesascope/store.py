@@ -95,7 +95,9 @@ def _open(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise StoreError(f"{path}: there is no such file.") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise StoreError(f"{path} is damaged: {error}.") from error
-    if metadata.get("sha256") != _checksum(arrays):
+    if "sha256" not in metadata:
+        raise StoreError(f"{path} has no checksum: it was written by something else, or by another version.")
+    if metadata["sha256"] != _checksum(arrays):
         raise StoreError(f"{path} is damaged: its contents do not fit its checksum.")
     return arrays, metadata
 
