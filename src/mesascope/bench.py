@@ -83,6 +83,7 @@ OPS: dict[str, Op] = {
     "autodiff of the scan": classical_scan,
     "mesa, chunked": lambda q, k, v, lam: mesa_attention(q, k, v, lam, method="chunked"),
     "mesa, prefix": lambda q, k, v, lam: mesa_attention(q, k, v, lam, method="prefix"),
+    "mesa, fused kernels": lambda q, k, v, lam: mesa_attention(q, k, v, lam, method="pallas"),
     "mesa, recursive (reverse-time backward)": lambda q, k, v, lam: mesa_attention(
         q, k, v, lam, method=Recursive(backward="reverse_time")
     ),
@@ -94,6 +95,7 @@ OPS: dict[str, Op] = {
     "linear attention": _linear,
 }
 SLOW = ("mesa, recursive (reverse-time backward)", "Neumann, 16 steps, precomputed")
+KERNELS = ("mesa, fused kernels",)  # interpreted, and so not worth timing, without a GPU
 
 
 def sequences(
@@ -293,8 +295,13 @@ def speed_table(
     console: Console, report: Report, shape: tuple[int, int, int], *, repeats: int, skip: tuple[str, ...] = ()
 ) -> None:
     arguments = _inputs(shape)
+    skip = skip if jax.default_backend() == "gpu" else (*skip, *KERNELS)
     functions = {name: with_gradients(op) for name, op in OPS.items() if name not in skip}
-    forward = {"mesa, chunked (forward only)": lambda q, k, v, lam, g: OPS["mesa, chunked"](q, k, v, lam)}
+    forward = {
+        f"{name} (forward only)": lambda q, k, v, lam, g, op=OPS[name]: op(q, k, v, lam)
+        for name in ("mesa, chunked", *KERNELS)
+        if name not in skip
+    }
     with console.status(f"timing (batch·heads, time, width) = {shape}"):
         measured = timings(functions | forward, arguments, repeats=repeats)
     table = Table(title=f"forward + backward at (batch·heads, time, width) = {shape}, float32, median ms")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from mesascope.ops import mesa_attention, mesa_init, mesa_step
 from mesascope.ops.mesa import Regularizer, State
-from mesascope.ops.methods import Chunked, Method, Prefix, Recursive, resolve
+from mesascope.ops.methods import Chunked, Method, Pallas, Prefix, Recursive, resolve
 
 # Under the square root of a norm: a token whose key is zero then has a finite gradient.
 NORM_FLOOR = 1e-6
@@ -140,8 +140,8 @@ class MesaLayer(eqx.Module):
         if regularizer not in ("decayed", "constant"):
             raise ValueError(f"regularizer: expected 'decayed' or 'constant', got {regularizer!r}.")
         constant = regularizer == "constant" and decay_init is not None
-        chosen = resolve(method, whitening_applies=not constant)
-        if constant and isinstance(chosen, Chunked | Prefix | Recursive):
+        chosen = resolve(method, whitening_applies=not constant, kernels_apply=False)
+        if constant and isinstance(chosen, Chunked | Prefix | Pallas | Recursive):
             raise ValueError(
                 f"method: {method!r} needs the regularizer to decay with the pairs. With a constant one "
                 "and decay_init, use 'auto', 'cg' or 'reference'."

@@ -13,7 +13,7 @@ from tests.helpers import assert_close, draw, rls
 # One compilation instead of one for each operation.
 mesa_attention = jax.jit(eager, static_argnames=("method", "regularizer", "return_state"))
 
-EXACT = ("reference", "recursive", "chunked", "prefix", "cg")
+EXACT = ("reference", "recursive", "chunked", "prefix", "pallas", "cg")
 
 
 @pytest.mark.parametrize("method", EXACT)

@@ -15,7 +15,7 @@ mesa_attention = jax.jit(eager, static_argnames=("method", "regularizer", "retur
 
 # A few shapes only: each new one compiles. Everything else is free.
 shapes = st.sampled_from([(1, 3), (5, 2), (12, 4)])
-methods = st.sampled_from(["recursive", "chunked", "prefix"])
+methods = st.sampled_from(["recursive", "chunked", "prefix", "pallas"])
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

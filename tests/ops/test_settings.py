@@ -15,7 +15,7 @@ from mesascope import (
 )  # fmt: skip
 from tests.helpers import draw
 
-METHODS = ("reference", "recursive", "chunked", "prefix", "neumann", "chebyshev", "cg")
+METHODS = ("reference", "recursive", "chunked", "prefix", "pallas", "neumann", "chebyshev", "cg")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.ops.softmax import causal_softmax
+from mesascope.ops.softmax import causal_softmax, fused_softmax, plain_softmax
 from tests.helpers import assert_close
 
 
@@ -16,15 +16,16 @@ def textbook(q, k, v):
     return jnp.einsum("...ti,...iv->...tv", weights, v, precision="highest")
 
 
+@pytest.mark.parametrize("op", [plain_softmax, fused_softmax], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize(("lead", "time", "scale"), [((), 1, 1.0), ((2, 3), 7, 1.0), ((2,), 50, 30.0)])
-def test_values_and_gradients(lead, time, scale, dtype):
+def test_values_and_gradients(lead, time, scale, dtype, op):
     keys = jax.random.split(jax.random.key(0), 4)
     q, k = (scale * jax.random.normal(x, (*lead, time, 4), dtype) for x in keys[:2])
     v, g = (jax.random.normal(x, (*lead, time, 5), dtype) for x in keys[2:])
     q64, k64, v64, g64 = (a.astype(jnp.float64) for a in (q, k, v, g))
     expected, pull = jax.vjp(textbook, q64, k64, v64)
-    out, ours = jax.vjp(causal_softmax, q, k, v)
+    out, ours = jax.vjp(jax.jit(op), q, k, v)
     # Exponents of size s are rounded by ε·s.
     assert_close(out, expected, scale=scale)
     for name, a, b in zip("qkv", ours(g), pull(g64), strict=True):
@@ -32,9 +33,33 @@ def test_values_and_gradients(lead, time, scale, dtype):
         assert a.dtype == dtype
 
 
-def test_under_vmap_and_with_enormous_logits():
+@pytest.mark.parametrize("op", [plain_softmax, fused_softmax], ids=["plain", "fused"])
+def test_under_vmap_and_with_enormous_logits(op):
     q, k, v = (1e3 * jax.random.normal(jax.random.key(i), (3, 2, 6, 4)) for i in range(3))
-    slope = jax.vmap(jax.grad(lambda q, k, v: jnp.sum(causal_softmax(q, k, v) ** 2), (0, 1, 2)))
+    slope = jax.jit(jax.vmap(jax.grad(lambda q, k, v: jnp.sum(op(q, k, v) ** 2), (0, 1, 2))))
     for leaf in slope(q, k, v):
         assert np.isfinite(leaf).all()
-    assert_close(jax.vmap(causal_softmax)(q, k, v), causal_softmax(q, k, v))
+    assert_close(jax.vmap(op)(q, k, v), op(q, k, v))
+
+
+def test_second_derivatives_of_the_kernel_are_those_of_the_formula():
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, 3)) for i in range(3))
+
+    def curvature(op):
+        slope = jax.grad(lambda q, k, v: jnp.sum(jnp.sin(op(q, k, v))), (0, 1, 2))
+        return jax.jit(jax.grad(lambda *a: sum(jnp.sum(jnp.cos(b)) for b in slope(*a)), (0, 1, 2)))(q, k, v)
+
+    for ours, expected in zip(curvature(fused_softmax), curvature(textbook), strict=True):
+        assert_close(ours, expected)
+
+
+@pytest.mark.gpu
+def test_the_compiled_kernel_is_chosen_and_exact():
+    assert jax.default_backend() == "gpu"
+    q, k, v = (jax.random.normal(jax.random.key(i), (8, 50, 20), jnp.float32) for i in range(3))
+    assert "pallas_call" in str(jax.make_jaxpr(causal_softmax)(q, k, v))
+
+    def outcome(op):
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(op(*a))), (0, 1, 2)))(q, k, v)
+
+    assert_close(outcome(causal_softmax), outcome(plain_softmax))

@@ -307,7 +307,7 @@ def _run_blocks_backward(
     return gradients._replace(**joined, lam=jnp.sum(gradients.lam, 1)), behind
 
 
-def _canonical(factor: Array) -> Array:
+def canonical(factor: Array) -> Array:
     """The lower triangular F with the same F Fᵀ and a positive diagonal: a function of R alone."""
     lower = transpose(jnp.linalg.qr(transpose(factor), mode="r"))
     diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
@@ -323,27 +323,28 @@ def _whitened_forward(plan: Plan, seq: Sequence):
     out, final, saved = _run(plan, seq)
     if not plan.want_state:
         return (out, None), (seq, saved, final, None)
-    state = (_canonical(final.factor), transpose(final.weights_t))
+    state = (canonical(final.factor), transpose(final.weights_t))
     return (out, state), (seq, saved, final, state)
 
 
-def _whitened_backward(plan: Plan, residuals, cotangents):
-    seq, saved, final, state = residuals
-    out_bar, state_bar = cotangents
+def final_adjoint(
+    seq: Sequence, state: tuple[Array, Array] | None, state_bar: tuple[Array, Array] | None
+) -> tuple[Adjoint, Array]:
+    """The adjoint at the end of the sequence, from the cotangent of the final (F, Φ); and ⟨R̄, R⟩ there."""
     batch, _, d = seq.keys.shape
     dtype = seq.keys.dtype
     gram, moment = jnp.zeros((batch, d, d), dtype), jnp.zeros((batch, d, seq.values.shape[-1]), dtype)
     covariance_bar = jnp.zeros((batch, d, d), dtype)
     weights_bar = jnp.zeros((batch, seq.values.shape[-1], d), dtype)
     scaling = jnp.zeros((batch,), dtype)
-    if state is not None:
+    if state is not None and state_bar is not None:
         factor, weights = state
         factor_bar, weights_bar = state_bar
         # Adjoint of the Cholesky factor: R̄ = ½ F⁻ᵀ (P + Pᵀ) F⁻¹, P the lower half of Fᵀ F̄.
         lower = jnp.tril(matmul(transpose(factor), factor_bar))
         lower = lower - 0.5 * lower * jnp.eye(d, dtype=dtype)
         both = lower + transpose(lower)
-        scaling = jnp.trace(lower, axis1=-2, axis2=-1)  # ⟨R̄, R⟩
+        scaling = jnp.trace(lower, axis1=-2, axis2=-1)
         covariance = matmul(factor, transpose(factor))
         moment = matmul(covariance, transpose(weights_bar))
         gram = matmul(moment, weights)
@@ -353,8 +354,15 @@ def _whitened_backward(plan: Plan, residuals, cotangents):
                 factor, jnp.broadcast_to(jnp.eye(d, dtype=dtype), factor.shape), left_side=True, lower=True
             )
             covariance_bar = 0.5 * matmul(matmul(transpose(inverse), both), inverse)
-    carries = seq.factor is not None
-    ahead = Adjoint(gram, moment, covariance_bar if carries else None, weights_bar if carries else None)
+    if seq.factor is None:
+        return Adjoint(gram, moment, None, None), scaling
+    return Adjoint(gram, moment, covariance_bar, weights_bar), scaling
+
+
+def _whitened_backward(plan: Plan, residuals, cotangents):
+    seq, saved, final, state = residuals
+    out_bar, state_bar = cotangents
+    ahead, scaling = final_adjoint(seq, state, state_bar)
     gradients, behind = _run_backward(plan, seq, saved, final, out_bar, ahead)
     if gradients.log_decay is not None:
         decay_bar = sum_to_end(-0.5 * gradients.log_decay, seq.runs, -scaling)

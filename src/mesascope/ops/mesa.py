@@ -19,6 +19,7 @@ from mesascope.ops.methods import (
     ConjugateGradients,
     Method,
     Neumann,
+    Pallas,
     Prefix,
     Recursive,
     Reference,
@@ -135,7 +136,7 @@ def mesa_attention(
         segment_ids: `[..., time]` integers; the state starts afresh wherever they change.
         state: where an earlier call stopped; it continues into the first segment. (A `GramState` is
             regularized by `lam`, so pass the λ it began with.)
-        method: `"auto"`, `"chunked"`, `"prefix"`, `"recursive"`, `"reference"`, `"cg"`, `"neumann"`,
+        method: `"auto"`, `"chunked"`, `"prefix"`, `"pallas"`, `"recursive"`, `"reference"`, `"cg"`, `"neumann"`,
             `"chebyshev"`, or one of the dataclasses in `mesascope.methods`, for options.
         return_state: also return the state after the last pair.
 
@@ -162,11 +163,12 @@ def mesa_attention(
             f"{'with' if log_decay is not None else 'without'} log_decay, got {type(state).__name__}. "
             "GramState goes with the constant regularizer, MesaState with everything else."
         )
-    chosen = resolve(method, whitening_applies=not constant)
     parts = None if state is None else {n: a for n, a in state._asdict().items() if n != "ridge"}
     inputs = prepare(queries, keys, values, lam, log_decay, beta, segment_ids, parts)
+    kernels_apply = Pallas.is_fastest(inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype)
+    chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply)
     _check_method(chosen, inputs, constant)
-    if isinstance(chosen, Chunked | Prefix):
+    if isinstance(chosen, Chunked | Prefix | Pallas):
         out, flat_state = _whitening_method(chosen, inputs, return_state)
     else:
         out, flat_state = _solving_method(chosen, inputs, constant, return_state)
@@ -178,7 +180,7 @@ def mesa_attention(
 
 
 def _check_method(method: Method, inputs: Inputs, constant: bool) -> None:
-    if constant and isinstance(method, Chunked | Prefix | Recursive):
+    if constant and isinstance(method, Chunked | Prefix | Pallas | Recursive):
         raise ValueError(
             f"method {type(method).__name__} needs the regularizer to decay with the pairs: with a constant "
             "regularizer and log_decay there is no recursion for the inverse. Use method='cg' or 'reference'."
@@ -190,25 +192,31 @@ def _check_method(method: Method, inputs: Inputs, constant: bool) -> None:
                 f"Recursive(backward='reverse_time') takes no {given[0]}: the reversed recursion divides by "
                 "it. Use method='recursive' (closed-form backward) or 'chunked'."
             )
+    if isinstance(method, Pallas):
+        Pallas.check(inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype)
     size = getattr(method, "chunk_size", None)
     if size is not None and size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {size}.")
 
 
 def _whitening_method(
-    method: Chunked | Prefix, inputs: Inputs, want_state: bool
+    method: Chunked | Prefix | Pallas, inputs: Inputs, want_state: bool
 ) -> tuple[Array, MesaState | None]:
-    time, d = inputs.keys.shape[1:]
-    parallel = isinstance(method, Prefix)
-    decays = inputs.log_decay is not None
-    size = min(method.chunk_size or default_chunk_size(time, d, decays, parallel), time)
     state = inputs.state or {"factor": None, "weights": None}
     sequence = Sequence(
         inputs.queries, inputs.keys, inputs.values, inputs.lam,
         inputs.log_decay, inputs.beta, inputs.runs, **state,
     )  # fmt: skip
-    plan = Plan(size, parallel, want_state)
-    out, final = whitened(plan, well_conditioned(sequence))
+    sequence = well_conditioned(sequence)
+    if isinstance(method, Pallas):
+        from mesascope.ops import pallas  # its compiler is not everywhere
+
+        out, final = pallas.fused(pallas.plan(sequence, want_state), sequence)
+    else:
+        time, d = inputs.keys.shape[1:]
+        parallel = isinstance(method, Prefix)
+        size = method.chunk_size or default_chunk_size(time, d, inputs.log_decay is not None, parallel)
+        out, final = whitened(Plan(min(size, time), parallel, want_state), sequence)
     return out, None if final is None else MesaState(*final)
 
 

@@ -1,7 +1,16 @@
 """The ways to compute the mesa operation, each with the options that are its own."""
 
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+
+def has_kernels() -> bool:
+    """Whether kernels can be compiled here: on a GPU, unless this version of jax has dropped their compiler."""
+    return jax.default_backend() == "gpu" and find_spec("jax.experimental.pallas.triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,25 +92,52 @@ class ConjugateGradients:
     max_steps: int | None = None
 
 
-Method = Reference | Recursive | Chunked | Prefix | Neumann | Chebyshev | ConjugateGradients
+@dataclass(frozen=True, kw_only=True)
+class Pallas:
+    """Fused GPU kernels: float32 or bfloat16, keys and values up to 128 wide. Without a GPU interpreted: slow."""
+
+    WIDEST: ClassVar[int] = 128
+    """A head's matrices must fit on chip."""
+
+    @classmethod
+    def is_fastest(cls, key: int, value: int, dtype: Any) -> bool:
+        """Whether to prefer it to `Chunked`: on a GPU, up to widths of 64 (measured: benchmarks/kernels.md)."""
+        return has_kernels() and dtype == jnp.float32 and max(key, value) <= 64
+
+    @classmethod
+    def check(cls, key: int, value: int, dtype: Any) -> None:
+        """Refuse what it cannot do, naming what can."""
+        if max(key, value) > cls.WIDEST:
+            raise ValueError(
+                f"method 'pallas' takes keys and values up to {cls.WIDEST} wide, got {key} and {value}. "
+                "Use method='chunked'."
+            )
+        if dtype != jnp.float32 and jax.default_backend() == "gpu":
+            raise TypeError(f"method 'pallas' computes in float32, got {dtype}. Use method='chunked'.")
+
+
+Method = Reference | Recursive | Chunked | Prefix | Pallas | Neumann | Chebyshev | ConjugateGradients
 
 NAMED: dict[str, Method] = {
     "reference": Reference(),
     "recursive": Recursive(),
     "chunked": Chunked(),
     "prefix": Prefix(),
+    "pallas": Pallas(),
     "neumann": Neumann(),
     "chebyshev": Chebyshev(),
     "cg": ConjugateGradients(),
 }
 
 
-def resolve(method: str | Method, *, whitening_applies: bool) -> Method:
+def resolve(method: str | Method, *, whitening_applies: bool, kernels_apply: bool) -> Method:
     """Turn a name into a method; `"auto"` picks the fastest exact one for the problem."""
     if isinstance(method, Method):
         return method
     if method == "auto":
-        return Chunked() if whitening_applies else ConjugateGradients()
+        if not whitening_applies:
+            return ConjugateGradients()
+        return Pallas() if kernels_apply else Chunked()
     if isinstance(method, str) and method in NAMED:
         return NAMED[method]
     raise ValueError(f"method: expected 'auto', {', '.join(map(repr, NAMED))} or a Method, got {method!r}.")

@@ -1,0 +1,109 @@
+"""What the fused kernels share: tiles, exact products, and one program per head.
+
+They are written in JAX Pallas and compiled by its Triton backend, which jax 0.11 calls deprecated. Nothing imports this
+module until a kernel runs, and every operation that has one has another way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array
+
+
+def interpreted() -> bool:
+    """Without a GPU, kernels are run operation by operation: slow, for tests."""
+    return jax.default_backend() != "gpu"
+
+
+def padded(width: int) -> int:
+    """Tiles have powers of two on their sides, and matrix products want 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def indices(n: int) -> Array:
+    return lax.iota(jnp.int32, n)
+
+
+def loop(count: int, body: Callable, carry: Any) -> Any:
+    return lax.fori_loop(0, count, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+    """A product as exact as float32: on tensor cores as three TF32 products."""
+    split = a.dtype == jnp.float32 and not interpreted()
+    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if split else lax.Precision.HIGHEST
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=a.dtype)
+
+
+def load(ref: Any, rows: Array, columns: Array, shape: tuple[int, int], *, number: Any = None) -> Array:
+    """Rows and columns of a matrix of this shape (the one of this number, where there are several), zero beyond it."""
+    place, mask = _place(ref, rows, columns, shape, number)
+    return plt.load(place, mask=mask, other=0.0)
+
+
+def store(
+    ref: Any, rows: Array, columns: Array, shape: tuple[int, int], value: Array, *, number: Any = None
+) -> None:
+    place, mask = _place(ref, rows, columns, shape, number)
+    plt.store(place, value, mask=mask)
+
+
+def _place(ref: Any, rows: Array, columns: Array, shape: tuple[int, int], number: Any) -> tuple[Any, Array]:
+    at = (rows[:, None], columns[None, :])
+    return ref.at[at if number is None else (number, *at)], (rows < shape[0])[:, None] & (columns < shape[1])[
+        None, :
+    ]
+
+
+def load_row(ref: Any, row: Any, columns: Array, width: int) -> Array:
+    return plt.load(ref.at[row, columns], mask=columns < width, other=0.0)
+
+
+def store_row(ref: Any, row: Any, columns: Array, width: int, value: Array) -> None:
+    plt.store(ref.at[row, columns], value, mask=columns < width)
+
+
+def load_vector(ref: Any, places: Array, length: int, other: float | int = 0.0) -> Array:
+    return plt.load(ref.at[places], mask=places < length, other=other)
+
+
+def store_vector(ref: Any, places: Array, length: int, value: Array) -> None:
+    plt.store(ref.at[places], value, mask=places < length)
+
+
+def call(
+    kernel: Callable[[dict[str, Any]], None],
+    inputs: dict[str, Array | None],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    warps: int,
+) -> dict[str, Array]:
+    """Run one program per entry of the leading axis, which all arrays share.
+
+    Args:
+        kernel: takes a dictionary of references, without that axis: the inputs that are not None by their names, the
+            outputs by theirs with `new_` before them.
+    """
+    given = {name: array for name, array in inputs.items() if array is not None}
+
+    def spec(array: Any) -> pl.BlockSpec:
+        rest = len(array.shape) - 1
+        return pl.BlockSpec((None, *array.shape[1:]), lambda i: (i, *(0,) * rest))
+
+    names = [*given, *("new_" + name for name in outputs)]
+    results = pl.pallas_call(
+        lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+        grid=(next(iter(outputs.values())).shape[0],),
+        in_specs=[spec(a) for a in given.values()],
+        out_specs=[spec(a) for a in outputs.values()],
+        out_shape=list(outputs.values()),
+        interpret=interpreted(),
+        compiler_params=None if interpreted() else plt.CompilerParams(num_warps=warps, num_stages=1),
+    )(*given.values())
+    return dict(zip(outputs, results, strict=True))

@@ -1,0 +1,161 @@
+"""The fused kernels where they differ from the other methods: which kernel runs, and float32 on hostile input.
+
+Outputs, states and gradients are compared with `reference` in test_methods.py, like those of every method. On a CPU the
+kernels are interpreted; `pytest -m gpu` compiles them.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesascope import mesa_attention
+from mesascope.bench import exact64, in_groups, relative_error, sequences
+from mesascope.ops import pallas
+from mesascope.ops.sequence import Sequence
+from tests.helpers import assert_close, draw
+from tests.ops.test_accuracy import CELLS, CLASSICAL, NAMES
+from tests.ops.test_finite import KINDS, hostile
+
+PALLAS = "mesa, fused kernels"
+
+
+def sequence(time, width, *, decays=False, runs=False, state=False):
+    array = partial(jnp.zeros, dtype=jnp.float32)
+    return Sequence(
+        *(array((2, time, width)) for _ in range(3)), array((2, width)),
+        array((2, time)) if decays else None, None, jnp.zeros((2, time), jnp.int32) if runs else None,
+        array((2, width, width)) if state else None, array((2, width, width)) if state else None,
+    )  # fmt: skip
+
+
+def test_the_plan_names_the_kernels():
+    narrow, wide = sequence(50, 20), sequence(50, 64)
+    assert pallas.plan(narrow, False) == pallas.Plan(want_state=False, blocks=False, blocks_back=False)
+    assert pallas.plan(wide, False) == pallas.Plan(want_state=False, blocks=True, blocks_back=True)
+    assert not pallas.plan(sequence(50, 64, decays=True), False).blocks
+    assert not pallas.plan(sequence(50, 64, runs=True), False).blocks
+    assert pallas.plan(sequence(200, 20), False).blocks_back
+    assert pallas.plan(sequence(50, 20, decays=True), False).blocks_back
+    assert not pallas.plan(sequence(50, 64, state=True), False).blocks_back
+
+
+@pytest.mark.parametrize(
+    ("time", "key", "value", "features"),
+    [
+        (40, 20, 7, {"beta": True}),  # narrow and short: token by token both ways
+        (40, 40, 33, {"beta": True}),  # wide: by blocks both ways
+        pytest.param(140, 5, 3, {"log_decay": 0.1}, marks=pytest.mark.slow),  # long: blocks back
+        pytest.param(40, 40, 3, {"log_decay": 0.1}, marks=pytest.mark.slow),  # tokens, then blocks back
+        pytest.param(40, 3, 40, {"segments": True}, marks=pytest.mark.slow),  # states stored for the way back
+    ],
+)
+def test_every_kernel_equals_the_definition(time, key, value, features):
+    a = draw(lead=(2,), time=time, key=key, value=value, **features)
+    fixed = {"segment_ids": a.pop("segment_ids")} if "segment_ids" in a else {}
+
+    @partial(jax.jit, static_argnums=1)
+    def outcome(a, method):
+        out, pull = jax.vjp(lambda a: mesa_attention(**a, **fixed, method=method), a)
+        return out, pull(jnp.cos(out))
+
+    assert_close(outcome(a, "pallas"), outcome(a, "reference"), scale=10)
+
+
+@pytest.mark.parametrize("strength", [5.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("time", [30, pytest.param(140, marks=pytest.mark.slow)])
+def test_strong_decay_needs_no_other_way(strength, time):
+    """Nothing in the kernels grows with the decay: e^-5 a step is as good as none."""
+    a = draw(lead=(2,), time=time, key=2, value=2, log_decay=strength)
+
+    @partial(jax.jit, static_argnums=1)
+    def outcome(a, method):
+        out, pull = jax.vjp(lambda a: mesa_attention(**a, method=method), a)
+        return out, pull(jnp.cos(out))
+
+    assert_close(outcome(a, "pallas"), outcome(a, "reference"), scale=1e3)
+
+
+@pytest.mark.parametrize(("time", "key"), [(33, 20), pytest.param(70, 40, marks=pytest.mark.slow)])
+def test_never_nan(time, key):
+    beta = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, time)), jnp.float32)
+
+    @jax.jit
+    def outcome(q, k, v, lam, g, beta):
+        out, pull = jax.vjp(partial(mesa_attention, method="pallas"), q, k, v, lam)
+        weighted, pull_weighted = jax.vjp(partial(mesa_attention, method="pallas", beta=beta), q, k, v, lam)
+        return out, pull(g), weighted, pull_weighted(g)
+
+    for kind in KINDS:
+        for seed, (lam, size) in enumerate([(1e-4, 1e3), (1e5, 1e3), (1e5, 1.0), (1.0, 1e-3)]):
+            inputs = hostile(kind, seed, time=time, key=key, lam=lam, size=size)
+            finite = jax.tree.map(lambda a: bool(jnp.all(jnp.isfinite(a))), outcome(*inputs, beta))
+            assert all(jax.tree.leaves(finite)), (kind, lam, size, finite)
+
+
+def assert_within_bound(time, width, cells):
+    for kind, lam in cells:
+        inputs = sequences(16, time, width, kind=kind)
+        q, k, v, g = inputs
+        truth = exact64(q, k, v, lam, g)
+        scale = float(np.linalg.norm(g))
+        for name, ours, classical, exact in zip(
+            NAMES,
+            in_groups(PALLAS, q, k, v, lam, g),
+            in_groups(CLASSICAL, q, k, v, lam, g),
+            truth,
+            strict=True,
+        ):
+            error, base = (relative_error(a, exact, zero=scale) for a in (ours, classical))
+            assert error <= max(4 * base, 2e-6), f"{kind} λ={lam} {name}: {error:.1e}, classical {base:.1e}"
+            assert kind != "unit" or lam > 10 or error <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("time", "width"),
+    [
+        (50, 20),
+        pytest.param(100, 1, marks=pytest.mark.slow),
+        pytest.param(100, 64, marks=pytest.mark.slow),
+        pytest.param(512, 20, marks=pytest.mark.slow),
+    ],
+)
+def test_at_most_four_times_the_classical_error(time, width):
+    assert_within_bound(time, width, CELLS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("time", "width"), [(1, 1), (2, 20), (63, 64), (50, 20), (100, 1), (100, 128), (1024, 20), (1024, 64)]
+)
+def test_the_same_compiled(time, width):
+    assert jax.default_backend() == "gpu"
+    assert_within_bound(time, width, CELLS)
+
+
+@pytest.mark.gpu
+# (Stronger decay would leave fewer pairs than 64 channels: a problem that float32 cannot solve.)
+@pytest.mark.parametrize("features", [{}, {"log_decay": 0.01, "beta": True}, {"segments": True}], ids=str)
+@pytest.mark.parametrize(("time", "width"), [(50, 20), (200, 20), (150, 64)])
+def test_compiled_kernels_equal_the_chunked_method(time, width, features):
+    a = draw(lead=(3,), time=time, key=width, value=width, dtype=np.float32, **features)
+    fixed = {"segment_ids": a.pop("segment_ids")} if "segment_ids" in a else {}
+
+    @partial(jax.jit, static_argnums=1)
+    def outcome(a, method):
+        (out, state), pull = jax.vjp(
+            lambda a: mesa_attention(**a, **fixed, method=method, return_state=True), a
+        )
+        return out, state.covariance, state.weights, pull((jnp.cos(out), jax.tree.map(jnp.ones_like, state)))
+
+    assert_close(outcome(a, "pallas"), outcome(a, "chunked"), scale=10)
+
+
+def test_half_precision_is_computed_in_single():
+    a = draw(dtype=jnp.bfloat16)
+    out = mesa_attention(**a, method="pallas")
+    assert out.dtype == jnp.bfloat16
+    exact = mesa_attention(**{n: x.astype(jnp.float64) for n, x in a.items()}, method="reference")
+    assert relative_error(out, np.asarray(exact)) <= 4e-3
