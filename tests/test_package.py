@@ -19,6 +19,7 @@ LAYERS = [
     "tasks",
     "models",
     "training",
+    "theory",
     "presets",
     "store",
     "progress",

@@ -13,6 +13,8 @@ Axis names used in annotations, fixed once:
 | `value` | width of values                                      |
 | `state` | width of a generator's hidden state                  |
 | `obs`   | width of an observation                              |
+| `stack` | several observations as one vector                   |
+| `code`  | width of an encoding of such a vector                |
 | `layer` | depth                                                |
 """
 

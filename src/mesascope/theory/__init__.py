@@ -1,0 +1,1 @@
+"""In-context algorithms, and the same algorithms written as attention weights."""
