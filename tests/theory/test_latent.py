@@ -1,5 +1,7 @@
 """Maps from past observations to the next one, against least squares over whole trajectories, filters and sampling."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -257,7 +259,7 @@ def test_least_squares_converges_in_a_long_sequence():
     for length in (100, 1000, 10_000, len(z)):
         fitted = np.linalg.lstsq(z[:length], observations[k : k + length], rcond=None)[0].T
         errors.append(np.linalg.norm(fitted - target) / np.linalg.norm(target))
-    assert all(late < early / 2 for early, late in zip(errors[:-1], errors[1:], strict=True)), errors
+    assert all(late < early / 2 for early, late in itertools.pairwise(errors)), errors
     assert errors[-1] < 0.01
 
 

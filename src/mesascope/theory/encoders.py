@@ -8,7 +8,6 @@ inside, E outside (`optimize_encoder`). Keeping the last $d/n_s$ observations is
 trained model's first layer computes is another (`compare_encoders`).
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,24 +24,28 @@ from mesascope.training import AdamW, WarmupCosine, half_squared_errors, optimiz
 
 
 class Encoder(NamedTuple):
-    r"""$u_t = E z_t^k$, and the λ of the regression on it.
+    r"""$u_t = E z_t^k$, and how the regression on it is done.
 
     Attributes:
         matrix: E. Columns are the entries of $z_t^k$, newest observation first; k is however many fit.
+        lam: λ.
+        padded_weight: weight $\beta_i$ of the pairs with $i < k$, where z still holds zeros for what came before the
+            sequence. They obey no linear law. The paper counts them like all others (1), which helps early in a
+            sequence and costs accuracy later; 0 leaves them out.
     """
 
     matrix: Float[Array, "code stack"]
-    lam: Float[Array, ""]
+    lam: float | Float[Array, ""]
+    padded_weight: float | Float[Array, ""] = 1.0
 
     def predictions(self, observations: Float[Array, "batch time+1 obs"]) -> Float[Array, "batch time obs"]:
         r"""Predict $s_{t+1}$ from $u_t$ by ridge regression on all pairs $(u_i, s_{i+1})$ with $i < t$.
 
         $$\hat s_{t+1} = \Phi_t u_t, \qquad
-          \Phi_t = \arg\min_\Phi \tfrac12\sum_{i<t}\lVert s_{i+1} - \Phi u_i\rVert^2
+          \Phi_t = \arg\min_\Phi \tfrac12\sum_{i<t}\beta_i\lVert s_{i+1} - \Phi u_i\rVert^2
                    + \tfrac{1}{2\lambda}\lVert\Phi\rVert_F^2$$
 
-        Exact at every t at once, and differentiable in E and λ in closed form. Before the first observation z
-        holds zeros.
+        Exact at every t at once, and differentiable in E and λ in closed form.
 
         Args:
             observations: $s_1 \dots s_{T+1}$, as tasks draw them; the last is only a target.
@@ -52,9 +55,12 @@ class Encoder(NamedTuple):
             raise ValueError(
                 f"matrix: expected a multiple of {obs_dim} columns, the width of an observation, got {width}."
             )
-        tokens = Stacked(k=width // obs_dim)(observations).tokens
-        codes = matmul(tokens, self.matrix.T)
-        return mesa_attention(codes, delayed(codes, 1), observations[:, :-1], self.lam)
+        k = width // obs_dim
+        codes = matmul(Stacked(k=k)(observations).tokens, self.matrix.T)
+        # The pair that enters at time t is (u_{t-1}, s_t), the very first of them (0, s_1).
+        padded = jnp.arange(codes.shape[1]) < k
+        beta = jnp.where(padded, jnp.asarray(self.padded_weight, codes.dtype), jnp.ones((), codes.dtype))
+        return mesa_attention(codes, delayed(codes, 1), observations[:, :-1], self.lam, beta=beta)
 
     def losses(self, observations: Float[Array, "batch time+1 obs"]) -> Float[Array, "batch time"]:
         """½‖error‖² of every prediction."""
@@ -77,22 +83,33 @@ def copying(obs_dim: int, width: int, *, k: int | None = None) -> Float[Array, "
 LAMS = tuple(float(x) for x in 10 ** np.arange(-3, 4.1, 0.5))
 
 
-@partial(jax.jit, static_argnames="lams")
 def with_best_lam(
     matrix: Float[Array, "code stack"],
     observations: Float[Array, "batch time+1 obs"],
     *,
-    lams: Sequence[float] = LAMS,
+    padded_weight: float = 1.0,
+    lams: tuple[float, ...] = LAMS,
 ) -> Encoder:
     r"""An encoder with the λ that serves it best on these sequences: a line search.
 
     Args:
+        padded_weight: see `Encoder`.
         lams: candidates, in units of $d / \mathbb E\lVert u_t\rVert^2$, so that scaling E changes nothing.
     """
+    return _line_search(matrix, observations, padded_weight, lams)[0]
+
+
+@partial(jax.jit, static_argnames="lams")
+def _line_search(
+    matrix: Array, observations: Array, padded_weight: float = 1.0, lams: tuple[float, ...] = LAMS
+) -> tuple[Encoder, Array]:
+    """The best λ, and the loss with it."""
     tokens = Stacked(k=matrix.shape[1] // observations.shape[-1])(observations).tokens
     scaled = jnp.asarray(lams, matrix.dtype) / jnp.mean(matmul(tokens, matrix.T) ** 2)
-    losses = jax.lax.map(lambda lam: jnp.mean(Encoder(matrix, lam).losses(observations)), scaled)
-    return Encoder(matrix, scaled[jnp.argmin(losses)])
+    encoders = Encoder(matrix, scaled, jnp.asarray(padded_weight, matrix.dtype))
+    losses = jax.lax.map(lambda lam: jnp.mean(encoders._replace(lam=lam).losses(observations)), scaled)
+    best = jnp.argmin(losses)
+    return encoders._replace(lam=scaled[best]), losses[best]
 
 
 def optimize_encoder(
@@ -127,7 +144,7 @@ def optimize_encoder(
         optimizer = AdamW(rate=rate, weight_decay=0.0, clip=None)
     check_key, key = jax.random.split(key)
     held_out = _observations(task, check_key, validation)
-    start = with_best_lam(matrix, held_out)
+    start, before = _line_search(matrix, held_out)
 
     def loss(params: tuple[Array, Array], observations: Array) -> Array:
         matrix, log_lam = params
@@ -141,10 +158,9 @@ def optimize_encoder(
         optimizer=optimizer,
         key=key,
     )
-    # λ by the same search as the start's: neither has an advantage.
-    candidates = start, with_best_lam(found, held_out)
-    mean = jax.jit(lambda encoder: jnp.mean(encoder.losses(held_out)))
-    return min(candidates, key=lambda encoder: float(mean(encoder)))
+    # λ by the same search as the start's, so that neither has an advantage.
+    outcome, after = _line_search(found, held_out)
+    return outcome if after < before else start
 
 
 def overlap(one: Float[Array, "code stack"], other: Float[Array, "code_2 stack"]) -> Float[Array, ""]:
@@ -153,8 +169,8 @@ def overlap(one: Float[Array, "code stack"], other: Float[Array, "code_2 stack"]
     $$\frac{\mathrm{tr}\,P P'}{\min(d, d')} = \text{mean of the squared cosines of the principal angles}$$
 
     with P and P' the projections on the row spaces, and d their dimensions. A random space gives
-    $\max(d, d') / k n_s$ in expectation. (Noise in measured weights makes every row space as large as it can be: cut
-    such an encoding down to its leading singular directions first.)
+    $\max(d, d') / k n_s$ in expectation. (Noise in measured weights makes every row space as large as it can be: take
+    the `leading` directions of such an encoding first.)
     """
     (P, d), (P_other, d_other) = (_projection(m) for m in (one, other))
     return jnp.sum(P * P_other) / jnp.minimum(d, d_other)
@@ -165,6 +181,15 @@ def _projection(matrix: Float[Array, "code stack"]) -> tuple[Float[Array, "stack
     _, sizes, rows = jnp.linalg.svd(matrix, full_matrices=False)
     kept = (sizes > sizes[0] * max(matrix.shape) * jnp.finfo(matrix.dtype).eps).astype(matrix.dtype)
     return matmul(rows.T * kept[None], rows), jnp.sum(kept)
+
+
+def leading(matrix: Float[Array, "rows stack"], width: int) -> Float[Array, "code stack"]:
+    """The closest encoding (up to rotation) that is only `width` wide: the leading singular directions, with sizes.
+
+    A residual stream is wider than what one layer writes into it; this is the part that matters.
+    """
+    _, sizes, rows = jnp.linalg.svd(matrix, full_matrices=False)
+    return sizes[:width, None] * rows[:width]
 
 
 class Comparison(NamedTuple):
@@ -219,8 +244,7 @@ def compare_encoders(
         copying=copying(task.obs_dim, given.shape[0], k=given.shape[1] // task.obs_dim),
         **{f"random {i}": draw for i, draw in enumerate(draws)},
     )
-    measure = jax.jit(lambda encoder: jnp.mean(encoder.losses(test), 1))
-    losses = {name: measure(with_best_lam(m, tuning)) for name, m in matrices.items()}
+    losses = {name: _by_sequence(with_best_lam(m, tuning), test) for name, m in matrices.items()}
     overlaps = {name: overlap(m, reference) for name, m in matrices.items()}
     return Comparison(_random_averaged(losses), _random_averaged(overlaps))
 
@@ -229,6 +253,11 @@ def _random_averaged(by_name: dict[str, Array]) -> dict[str, Array]:
     controls = [x for name, x in by_name.items() if name.startswith("random")]
     others = {name: x for name, x in by_name.items() if not name.startswith("random")}
     return others | {"random": jnp.mean(jnp.stack(controls), 0)}
+
+
+@jax.jit
+def _by_sequence(encoder: Encoder, observations: Array) -> Float[Array, " batch"]:
+    return jnp.mean(encoder.losses(observations), 1)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
