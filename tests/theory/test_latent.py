@@ -9,6 +9,7 @@ import pytest
 
 from mesascope.tasks import Stacked
 from mesascope.theory.latent import System
+from mesascope.training import AdamW, WarmupCosine, optimize
 
 
 def system(state_dim=6, obs_dim=2, *, orthogonal=True, noise=(0.1, 0.1), seed=0) -> System:
@@ -300,3 +301,33 @@ def test_kalman_predictions():
     # With nothing known about the first state it forgets that something was: maximum likelihood.
     vague = s.kalman_predictions(jnp.asarray(observations), 1e6 * jnp.eye(6))
     close(vague[-1], s.next_map(time) @ newest_first(observations), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_encoder_for_learners_who_know_the_system():
+    """The paper's bilevel problem to the letter: regression is given the moments of each of many teachers."""
+
+    def teachers(key, count=64):
+        w_key, c_key = jax.random.split(key)
+        w = jax.random.orthogonal(w_key, 6, (count,), jnp.float64)
+        return w, 0.5 * jax.random.normal(c_key, (count, 2, 6), jnp.float64)
+
+    def losses(encoder, batch):
+        covariance = jnp.eye(6) / 3
+        return jax.vmap(lambda w, c: System(w, c, 0.01, 0.01).regression_loss(encoder, covariance))(*batch)
+
+    start = jnp.eye(4, 12)
+    rate = WarmupCosine(peak=2e-2, warmup=0, end=300, floor=0.0)
+    found, _ = optimize(
+        lambda encoder, batch: jnp.mean(losses(encoder, batch)),
+        start,
+        teachers,
+        steps=300,
+        optimizer=AdamW(rate=rate, weight_decay=0.0, clip=None),
+        key=jax.random.key(0),
+    )
+    held_out = teachers(jax.random.key(1), 2000)
+    gain = np.asarray(losses(start, held_out) - losses(found, held_out))
+    print(f"copying {losses(start, held_out).mean():.4f}, optimized {losses(found, held_out).mean():.4f}")
+    assert gain.mean() > 5 * gain.std() / np.sqrt(len(gain))
