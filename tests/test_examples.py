@@ -33,15 +33,3 @@ def test_loss_falls(name, package, factor, capsys):
     # Less than half of what the best guess that ignores the past of a sequence would pay.
     assert last < 0.5
     assert "loss" in capsys.readouterr().out
-
-
-def test_latent_states(capsys):
-    """More observations are better, and whoever knows the system is better still."""
-    module = load("latent_states")
-    assert capsys.readouterr().out == "", "importing an example must not run it"
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        results = module.main(ks=(1, 3), sequences=64)
-    late = {name: losses[:, -10:].mean() for name, losses in results.items()}
-    assert late["k =  1, all pairs"] > 2 * late["k =  3, all pairs"] > 4 * late["Kalman filter"]
-    assert late["k =  3, all pairs"] > late["k =  3, no padded pairs"] > late["Kalman filter"]
-    assert "Kalman filter" in capsys.readouterr().out

@@ -79,8 +79,10 @@ def copying(obs_dim: int, width: int, *, k: int | None = None) -> Float[Array, "
     return jnp.eye(width, k * obs_dim, dtype=jnp.float32)
 
 
-# Half decades. λ below the range is linear attention, above it numerically unregularized in float32.
-LAMS = tuple(float(x) for x in 10 ** np.arange(-3, 4.1, 0.5))
+# Decades, then ever smaller steps from the best of them. Below the range is linear attention; above it the
+# regularizer is lost in the rounding errors of float32.
+LAMS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4)
+REFINEMENTS = tuple(10**step for size in (0.5, 0.25, 0.125) for step in (size, -size))
 
 
 def with_best_lam(
@@ -94,7 +96,8 @@ def with_best_lam(
 
     Args:
         padded_weight: see `Encoder`.
-        lams: candidates, in units of $d / \mathbb E\lVert u_t\rVert^2$, so that scaling E changes nothing.
+        lams: candidates, in units of $d / \mathbb E\lVert u_t\rVert^2$, so that scaling E changes nothing. The search
+            goes on between them, down to an eighth of a decade.
     """
     return _line_search(matrix, observations, padded_weight, lams)[0]
 
@@ -104,12 +107,23 @@ def _line_search(
     matrix: Array, observations: Array, padded_weight: float = 1.0, lams: tuple[float, ...] = LAMS
 ) -> tuple[Encoder, Array]:
     """The best λ, and the loss with it."""
+    dtype = matrix.dtype
     tokens = Stacked(k=matrix.shape[1] // observations.shape[-1])(observations).tokens
-    scaled = jnp.asarray(lams, matrix.dtype) / jnp.mean(matmul(tokens, matrix.T) ** 2)
-    encoders = Encoder(matrix, scaled, jnp.asarray(padded_weight, matrix.dtype))
-    losses = jax.lax.map(lambda lam: jnp.mean(encoders._replace(lam=lam).losses(observations)), scaled)
-    best = jnp.argmin(losses)
-    return encoders._replace(lam=scaled[best]), losses[best]
+    unit = 1 / jnp.mean(matmul(tokens, matrix.T) ** 2)
+
+    def attempt(
+        best: tuple[Array, Array], candidate: tuple[Array, Array]
+    ) -> tuple[tuple[Array, Array], None]:
+        (lam, loss), (value, refines) = best, candidate
+        other = value * jnp.where(refines, lam, unit)
+        other_loss = jnp.mean(Encoder(matrix, other, padded_weight).losses(observations))
+        better = other_loss < loss
+        return (jnp.where(better, other, lam), jnp.where(better, other_loss, loss)), None
+
+    values = jnp.asarray((*lams, *REFINEMENTS), dtype)
+    start = (unit, jnp.full((), jnp.inf, dtype))
+    (lam, loss), _ = jax.lax.scan(attempt, start, (values, jnp.arange(len(values)) >= len(lams)))
+    return Encoder(matrix, lam, jnp.asarray(padded_weight, dtype)), loss
 
 
 def optimize_encoder(

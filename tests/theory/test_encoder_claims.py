@@ -1,0 +1,72 @@
+"""Numbers of the paper's partially observed task: loss by how many observations are kept, and how."""
+
+import jax
+import numpy as np
+import pytest
+
+from mesascope.tasks import Dynamics
+from mesascope.theory.encoders import compare_encoders, copying, optimize_encoder
+from tests.test_examples import load
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+OPTIMIZED = True
+
+PAPER = Dynamics.partially_observed()
+
+# ½‖error‖² on the paper's task, over all steps and over the last ten, by `examples/latent_states.py`.
+BY_OBSERVATIONS = {
+    "k =  1, all pairs": (2.19, 1.79),
+    "k =  3, all pairs": (1.16, 0.245),
+    "k =  5, all pairs": (0.923, 0.103),
+    "k =  3, no padded pairs": (1.08, 0.131),
+    "k =  5, no padded pairs": (0.901, 0.0057),
+    "Kalman filter": (0.067, 0.0030),
+}
+
+
+@pytest.mark.claims
+def test_losses_by_number_of_observations():
+    """On other sequences than the table's, within four standard errors and half of the last digit."""
+    module = load("latent_states")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        results = module.main(ks=(1, 3, 5), sequences=512)
+    for name, expected in BY_OBSERVATIONS.items():
+        for times, value in zip((slice(None), slice(-10, None)), expected, strict=True):
+            x = results[name][:, times].mean(1)
+            mean, error = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
+            assert abs(mean - value) < 4 * error + 0.005 * value, (name, mean, error, value)
+
+
+# Loss of regression on an encoding of eight observations: copied, optimized (400 steps), and the gain's standard error.
+BY_CAPACITY = {5: (2.157, 2.135, 0.004), 10: (1.521, 1.509, 0.002)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [5, 10])
+def test_optimized_encoders_on_the_paper_task(width):
+    """A little better than copying; and it is every other observation that is mixed in.
+
+    The distribution of systems stays the same if W becomes -W, which turns every other observation around. An E with
+    that symmetry, written so that the copied part is the identity, has nothing between observations an odd number of
+    steps apart.
+    """
+    found = optimize_encoder(PAPER, copying(5, width, k=8), steps=400, key=jax.random.key(0))
+    comparison = compare_encoders(
+        found.matrix, found.matrix, PAPER, sequences=2048, random_encoders=2, key=jax.random.key(1)
+    )
+    print(width, {name: comparison.mean_and_error(name) for name in comparison.losses})
+    gain, error = comparison.mean_and_error("copying", minus="given")
+    print("gain", gain, error, {name: float(x) for name, x in comparison.overlaps.items()})
+    assert gain > 3 * error
+    copied, optimized, gain_error = BY_CAPACITY[width]
+    for name, value in (("copying", copied), ("given", optimized)):
+        mean, error = comparison.mean_and_error(name)
+        assert abs(mean - value) < 4 * error
+    assert abs(gain - (copied - optimized)) < 4 * np.hypot(error, gain_error)
+    matrix = np.asarray(found.matrix, np.float64)
+    blocks = np.linalg.solve(matrix[:, :width], matrix).reshape(width // 5, 5, 8, 5)
+    coefficients = np.einsum("aibi->ab", blocks) / 5
+    odd = (np.arange(8) - np.arange(width // 5)[:, None]) % 2 == 1
+    print(coefficients.round(3))
+    assert np.abs(coefficients[odd]).max() < 0.05
+    assert coefficients[0, 2] < -0.15
