@@ -13,31 +13,43 @@ OPTIMIZED = True
 
 PAPER = Dynamics.partially_observed()
 
-# ½‖error‖² on the paper's task, over all steps and over the last ten, by `examples/latent_states.py`.
+# Mean of ½‖error‖² over all steps on the paper's task, as `python examples/latent_states.py` prints it (512 sequences).
 BY_OBSERVATIONS = {
-    "k =  1, all pairs": (2.19, 1.79),
-    "k =  3, all pairs": (1.16, 0.245),
-    "k =  5, all pairs": (0.923, 0.103),
-    "k =  3, no padded pairs": (1.08, 0.131),
-    "k =  5, no padded pairs": (0.901, 0.0057),
-    "Kalman filter": (0.067, 0.0030),
+    "k =  1, all pairs": 2.174,
+    "k =  3, all pairs": 1.131,
+    "k =  5, all pairs": 0.908,
+    "k =  3, no padded pairs": 1.076,
+    "k =  5, no padded pairs": 0.898,
+    "Kalman filter": 0.0653,
 }
 
 
 @pytest.mark.claims
 def test_losses_by_number_of_observations():
-    """On other sequences than the table's, within four standard errors and half of the last digit."""
+    """On other sequences than the table's, within four standard errors of the difference.
+
+    (Another seed: with the same one, a smaller batch is the beginning of a larger one.)
+
+    λ is chosen for the mean over all steps, which hardly depends on it near the best. The loss of the last steps does,
+    and moves with that choice by more than its sampling error. So of that only the order is claimed.
+    """
     module = load("latent_states")
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        results = module.main(ks=(1, 3, 5), sequences=512)
-    for name, expected in BY_OBSERVATIONS.items():
-        for times, value in zip((slice(None), slice(-10, None)), expected, strict=True):
-            x = results[name][:, times].mean(1)
-            mean, error = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
-            assert abs(mean - value) < 4 * error + 0.005 * value, (name, mean, error, value)
+        results = module.main(ks=(1, 3, 5), sequences=512, seed=1)
+    for name, value in BY_OBSERVATIONS.items():
+        x = results[name].mean(1)
+        error = x.std(ddof=1) * np.sqrt(2 / len(x))
+        assert abs(x.mean() - value) < 4 * error, (name, x.mean(), error, value)
+    late = {name: x[:, -10:].mean() for name, x in results.items()}
+    for pairs in ("all pairs", "no padded pairs"):
+        by_k = [late[f"k =  {k}, {pairs}"] for k in (1, 3, 5)]
+        assert by_k[0] > 2 * by_k[1] > 4 * by_k[2] > 4 * late["Kalman filter"], late
+    for k in (3, 5):
+        assert late[f"k =  {k}, all pairs"] > 1.5 * late[f"k =  {k}, no padded pairs"]
 
 
-# Loss of regression on an encoding of eight observations: copied, optimized (400 steps), and the gain's standard error.
+# Loss of regression on an encoding of eight observations: copied, optimized (400 steps, key 0; measured with key 1), and
+# the standard error of the difference.
 BY_CAPACITY = {5: (2.157, 2.135, 0.004), 10: (1.521, 1.509, 0.002)}
 
 
@@ -50,9 +62,9 @@ def test_optimized_encoders_on_the_paper_task(width):
     that symmetry, written so that the copied part is the identity, has nothing between observations an odd number of
     steps apart.
     """
-    found = optimize_encoder(PAPER, copying(5, width, k=8), steps=400, key=jax.random.key(0))
+    found = optimize_encoder(PAPER, copying(5, width, k=8), steps=400, key=jax.random.key(2))
     comparison = compare_encoders(
-        found.matrix, found.matrix, PAPER, sequences=2048, random_encoders=2, key=jax.random.key(1)
+        found.matrix, found.matrix, PAPER, sequences=2048, random_encoders=2, key=jax.random.key(3)
     )
     print(width, {name: comparison.mean_and_error(name) for name in comparison.losses})
     gain, error = comparison.mean_and_error("copying", minus="given")
@@ -60,8 +72,8 @@ def test_optimized_encoders_on_the_paper_task(width):
     assert gain > 3 * error
     copied, optimized, gain_error = BY_CAPACITY[width]
     for name, value in (("copying", copied), ("given", optimized)):
-        mean, error = comparison.mean_and_error(name)
-        assert abs(mean - value) < 4 * error
+        mean, mean_error = comparison.mean_and_error(name)
+        assert abs(mean - value) < 4 * np.sqrt(2) * mean_error
     assert abs(gain - (copied - optimized)) < 4 * np.hypot(error, gain_error)
     matrix = np.asarray(found.matrix, np.float64)
     blocks = np.linalg.solve(matrix[:, :width], matrix).reshape(width // 5, 5, 8, 5)
