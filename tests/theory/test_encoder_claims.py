@@ -48,8 +48,8 @@ def test_losses_by_number_of_observations():
         assert late[f"k =  {k}, all pairs"] > 1.5 * late[f"k =  {k}, no padded pairs"]
 
 
-# Loss of regression on an encoding of eight observations: copied, optimized (400 steps, key 0; measured with key 1), and
-# the standard error of the difference.
+# Loss of regression on an encoding of eight observations: copied, optimized (400 steps, key 0; measured with key 1),
+# and the standard error of the difference.
 BY_CAPACITY = {5: (2.157, 2.135, 0.004), 10: (1.521, 1.509, 0.002)}
 
 
