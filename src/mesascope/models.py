@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
@@ -375,7 +376,8 @@ class Transformer(eqx.Module):
         time, start = tokens.shape[-2], None if state is None else state.position
         codes = None
         if config.positions is not None:
-            codes = positions(time, config.positions.dim, start=start)
+            dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+            codes = positions(time, config.positions.dim, start=start, dtype=dtype)
             if config.positions.at == "tokens":
                 x, codes = x + codes, None
         x = tap("embedded", x)
@@ -547,12 +549,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def positions(time: int, dim: int, *, start: Int[Array, ""] | None = None) -> Float[Array, "time dim"]:
+def positions(
+    time: int, dim: int, *, start: Int[Array, ""] | None = None, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "time dim"]:
     """Sinusoidal codes of `time` positions from `start` (0) on: sine in even columns, cosine in odd ones."""
     column = jnp.arange(dim)
-    rate = jnp.exp(-math.log(10000.0) / dim * (column - column % 2).astype(jnp.float32))
+    rate = jnp.exp(-math.log(10000.0) / dim * (column - column % 2).astype(dtype))
     position = jnp.arange(time, dtype=jnp.int32) + (0 if start is None else start)
-    angle = position.astype(jnp.float32)[:, None] * rate
+    angle = position.astype(dtype)[:, None] * rate
     return jnp.where(column % 2 == 0, jnp.sin(angle), jnp.cos(angle))
 
 
