@@ -1,6 +1,6 @@
 r"""The algorithms of `solvers` as ordinary Transformers, with weights written by hand.
 
-    built = proposition_2(10, 12, *chebyshev_coefficients(0.3, 40.0, 12), lam=1000.0)
+    built = proposition_2(10, 12, alphas, betas, lam=1000.0, eta=0.02)
     built(observations)                      # predictions after every observation
     built.stream(observations, "solution")   # a slot of the residual stream after every layer
     built.model, built.tokens(observations)  # the Transformer itself, and what it reads
@@ -158,17 +158,19 @@ def proposition_2(
     r"""Precondition the query layer by layer, then one gradient step: `solvers.MesaOptimizer` with fixed coefficients.
 
     Tokens $e_t = [y_t,\ \tilde s_t^l,\ \tilde s_t^{l-1},\ s_t,\ s_{t-1}]$, at the start $[0, s_t, s_t, s_t, s_{t-1}]$.
-    Each of the first `steps` layers has one head, which leaves $y_t = -S_{t-1}S_{t-1}^\top\tilde s_t^l$ in the first
-    slot,
+    Each of the first `steps` layers has one head, which leaves $y_t = -\eta S_{t-1}S_{t-1}^\top\tilde s_t^l$ in the
+    first slot,
 
     $$W_K^\top W_Q = \begin{bmatrix}0&0&0&0&0\\0&0&0&0&0\\0&0&0&0&0\\0&0&0&0&0\\0&I&0&0&0\end{bmatrix}, \qquad
-      P W_V = \begin{bmatrix}0&0&0&0&-I\\0&0&0&0&0\\0&0&0&0&0\\0&0&0&0&0\\0&0&0&0&0\end{bmatrix},$$
+      P W_V = \begin{bmatrix}0&0&0&0&-\eta I\\0&0&0&0&0\\0&0&0&0&0\\0&0&0&0&0\\0&0&0&0&0\end{bmatrix},$$
 
-    and an MLP that adds $M_l e_t$ to the token, so that
-    $\tilde s^{l+1} = \tilde s^l + \alpha_l(s - \tilde s^l/\lambda + y) + \beta_l(\tilde s^l - \tilde s^{l-1})$:
+    and an MLP that adds $M_l e_t$ to the token,
 
-    $$M_l = \begin{bmatrix}-I&0&0&0&0\\ \alpha_l I&(\beta_l-\alpha_l/\lambda)I&-\beta_l I&\alpha_l I&0\\ 0&I&-I&0&0\\
-            0&0&0&0&0\\0&0&0&0&0\end{bmatrix}.$$
+    $$M_l = \begin{bmatrix}-I&0&0&0&0\\
+            \alpha_l I&(\beta_l-\alpha_l\eta/\lambda)I&-\beta_l I&\alpha_l I&0\\
+            0&I&-I&0&0\\0&0&0&0&0\\0&0&0&0&0\end{bmatrix}, \qquad
+      \tilde s^{l+1} = \tilde s^l + \alpha_l(s - \tfrac\eta\lambda\tilde s^l + y)
+                        + \beta_l(\tilde s^l - \tilde s^{l-1}).$$
 
     (An MLP is linear, exactly, in the form $Mx = \mathrm{relu}(Mx) - \mathrm{relu}(-Mx)$.) The last layer is
     Proposition 1 with $\tilde s$ as query: $W_K^\top W_Q = I$ at (5, 2), $P W_V = \eta I$ at (1, 4).
@@ -183,7 +185,7 @@ def proposition_2(
         alphas: $\alpha_l$, one for all or one each.
         betas: $\beta_l$, likewise.
         lam: λ; infinity for no regularization.
-        eta: η.
+        eta: η, by which the loss is scaled; 1 is the paper's form.
     """
     slots = _slots(prediction=n, solution=n, previous_solution=n, input=n, previous_input=n)
     layers = _mesa_optimizer(n, n, steps, alphas, betas, lam, eta)
@@ -382,13 +384,13 @@ def _mesa_optimizer(
         shapes = np.shape(alphas), np.shape(betas)
         raise ValueError(f"alphas, betas: expected one number or {steps}, got shapes {shapes}.") from None
     query, key = {"solution": eye}, {"previous_input": eye}
-    apply_gram = Head(query, key, {"previous_input": eye}, {"prediction": -eye})
+    apply_gram = Head(query, key, {"previous_input": eye}, {"prediction": -eta * eye})
     layers = []
     for alpha, beta in zip(alphas.tolist(), betas.tolist(), strict=True):
         local = {
             ("prediction", "prediction"): -1.0,
             ("prediction", "solution"): alpha,
-            ("solution", "solution"): beta - alpha / lam,
+            ("solution", "solution"): beta - alpha * eta / lam,
             ("previous_solution", "solution"): -beta,
             ("input", "solution"): alpha,
             ("solution", "previous_solution"): 1.0,

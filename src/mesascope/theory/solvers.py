@@ -129,7 +129,8 @@ def loss_by_time(algorithm: Algorithm, context: Context) -> Float[Array, " time"
 
 def loss(algorithm: Algorithm, context: Context) -> Float[Array, ""]:
     """Mean over sequences and predicted times of ½‖error‖²."""
-    return jnp.sum(loss_by_time(algorithm, context)) / jnp.sum(context.predicts)
+    by_time = loss_by_time(algorithm, context)
+    return jnp.sum(by_time) / jnp.sum(context.predicts.astype(by_time.dtype))
 
 
 def tune(
@@ -290,16 +291,20 @@ class StackedGradientSteps(eqx.Module):
 class MesaOptimizer(eqx.Module):
     r"""The multi-layer mesa-optimizer (Proposition 2): precondition the query, then one gradient step.
 
-    $$\hat y_t = \eta\,B_t\,\tilde x_t^K, \qquad \tilde x_t^K \approx (A_t + \tfrac1\lambda I)^{-1} x_t$$
+    $$\hat y_t = \eta\,B_t\,\tilde x_t^K, \qquad \eta\,\tilde x_t^K \approx (A_t + \tfrac1\lambda I)^{-1} x_t$$
 
     With fixed coefficients, second-order Richardson iteration from $\tilde x^0 = \tilde x^{-1} = x$,
 
-    $$\tilde x^{l+1} = \tilde x^l + \alpha_l\big(x - (A_t + \tfrac1\lambda I)\tilde x^l\big)
-                       + \beta_l(\tilde x^l - \tilde x^{l-1})$$
+    $$\tilde x^{l+1} = \tilde x^l + \alpha_l\big(x - \eta(A_t + \tfrac1\lambda I)\tilde x^l\big)
+                       + \beta_l(\tilde x^l - \tilde x^{l-1}).$$
 
-    which is the truncated Neumann series for α = 1 and β = 0. (The paper's formula lacks x: what it iterates does not
-    tend to the solution.) Normalized, as the released code has it, with $F_t = \lVert A_t + \frac1\lambda I\rVert_F$
-    and $M_t = (A_t + \frac1\lambda I)/F_t$,
+    With η = 1 the limit is the paper's $H_t^* x_t$; another η scales the loss, so that x is a fair start for it. For
+    α = 1 and β = 0 this is the truncated Neumann series, and the prediction that of K + 1 steps of gradient descent
+    with rate η. (The paper's formula lacks x: what it iterates does not tend to the solution.) Fixed coefficients suit
+    spectra up to some bound; beyond it the error grows with the K-th power, so that rare sequences dominate a mean.
+
+    Normalized, as the released code has it, with $F_t = \lVert A_t + \frac1\lambda I\rVert_F$ and
+    $M_t = (A_t + \frac1\lambda I)/F_t$,
 
     $$\tau^{l+1} = (I - \alpha_l M_t)\,\tau^l, \qquad
       \xi^{l+1} = \xi^l + \tau^{l+1} + \beta_l(\xi^l - \xi^{l-1}), \qquad \tilde x^l = \xi^l / F_t,
@@ -316,7 +321,7 @@ class MesaOptimizer(eqx.Module):
     alphas: Float[Array, " step"]
     betas: Float[Array, " step"]
     log_lam: Float[Array, ""]
-    eta: Float[Array, ""]
+    log_eta: Float[Array, ""]
     normalized: bool = eqx.field(static=True)
 
     def __init__(
@@ -329,7 +334,7 @@ class MesaOptimizer(eqx.Module):
         normalized: bool = False,
     ):
         self.alphas, self.betas = _float(alphas), _float(betas)
-        self.log_lam, self.eta, self.normalized = jnp.log(_float(lam)), _float(eta), normalized
+        self.log_lam, self.log_eta, self.normalized = jnp.log(_float(lam)), jnp.log(_float(eta)), normalized
         if self.alphas.ndim != 1 or self.alphas.shape != self.betas.shape:
             raise ValueError(
                 f"alphas, betas: expected one of each per step, got shapes {self.alphas.shape} and {self.betas.shape}."
@@ -338,7 +343,8 @@ class MesaOptimizer(eqx.Module):
     @classmethod
     def chebyshev(cls, low: float, high: float, *, steps: int, lam: float = 1000.0) -> Self:
         r"""Coefficients for spectra of $A_t + \frac1\lambda I$ in [low, high]: see `chebyshev_coefficients`."""
-        return cls(*chebyshev_coefficients(low, high, steps), lam)
+        eta = 2 / (low + high)
+        return cls(*chebyshev_coefficients(eta * low, eta * high, steps), lam, eta)
 
     @classmethod
     def neumann(cls, *, steps: int, lam: float = 1000.0) -> Self:
@@ -348,6 +354,10 @@ class MesaOptimizer(eqx.Module):
     @property
     def lam(self) -> Float[Array, ""]:
         return jnp.exp(self.log_lam)
+
+    @property
+    def eta(self) -> Float[Array, ""]:
+        return jnp.exp(self.log_eta)
 
     def __call__(self, context: Context) -> Float[Array, "*batch time value"]:
         return self.predict(context, self.preconditioned(context)[-1])
@@ -361,7 +371,7 @@ class MesaOptimizer(eqx.Module):
     def preconditioned(self, context: Context) -> Float[Array, "step+1 *batch time key"]:
         r"""$\tilde x_t^0$ to $\tilde x_t^K$."""
         q, k = context[:2]
-        lam = _like(self.lam, q)
+        lam, eta = _like(self.lam, q), _like(self.eta, q)
 
         def system(x: Array) -> Array:
             return _attend(x, k, k) + x / lam
@@ -369,7 +379,7 @@ class MesaOptimizer(eqx.Module):
         def richardson(carry, coefficients):
             x, before = carry
             alpha, beta = coefficients
-            after = x + alpha * (q - system(x)) + beta * (x - before)
+            after = x + alpha * (q - eta * system(x)) + beta * (x - before)
             return (after, x), after
 
         scale = _frobenius(k, 1 / lam) if self.normalized else jnp.ones((), q.dtype)
@@ -392,7 +402,7 @@ class MesaOptimizer(eqx.Module):
 def chebyshev_coefficients(
     low: float, high: float, steps: int
 ) -> tuple[Float[np.ndarray, " step"], Float[np.ndarray, " step"]]:
-    r"""$\alpha_l, \beta_l$ of `MesaOptimizer` that are best for every spectrum in [low, high].
+    r"""$\alpha_l, \beta_l$ of `MesaOptimizer` that are best for all spectra of its system (η included) in [low, high].
 
     After l steps the error is at most $2\rho^l/(1+\rho^{2l})$ times that at the start, with
     $\rho = (\sqrt\kappa - 1)/(\sqrt\kappa + 1)$, $\kappa = $ high / low. (Richardson with a constant rate has
