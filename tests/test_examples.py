@@ -33,3 +33,15 @@ def test_loss_falls(name, package, factor, capsys):
     # Less than half of what the best guess that ignores the past of a sequence would pay.
     assert last < 0.5
     assert "loss" in capsys.readouterr().out
+
+
+def test_theory_as_weights(capsys):
+    """Errors fall to that of least squares, layer by layer, and the forward pass is least squares."""
+    module = load("theory_as_weights")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        errors, exact, difference = module.main()
+    assert len(errors) == module.STEPS + 1
+    assert errors[0] > 3 * exact
+    assert abs(errors[-1] - exact) < 0.01 * exact
+    assert difference < 0.05
+    assert capsys.readouterr().out.count("█") > 60

@@ -209,8 +209,8 @@ def test_dimension():
 def test_associative_capacity():
     """Least squares > delta rule > Hebb: how many pairs of random signs are recalled with at most 1% of signs wrong."""
     width, most, rng = 64, 80, np.random.default_rng(0)
-    keys = jnp.asarray(rng.choice([-1, 1], (64, most, width)) / np.sqrt(width), jnp.float32)
-    values = jnp.asarray(rng.choice([-1.0, 1.0], (64, most, width)), jnp.float32)
+    keys = jnp.asarray(rng.choice([-1, 1], (32, most, width)) / np.sqrt(width), jnp.float32)
+    values = jnp.asarray(rng.choice([-1.0, 1.0], (32, most, width)), jnp.float32)
 
     def wrong(algorithm, pairs):
         real = jnp.arange(most) < pairs
@@ -218,9 +218,10 @@ def test_associative_capacity():
         missed = (algorithm(context) * context.targets <= 0)[:, most:] & real[:, None]
         return jnp.sum(missed) / (pairs * width * len(keys))
 
-    counts = jnp.arange(4, most + 1, 2)
+    counts = jnp.arange(8, most + 1, 2)
     capacity = {}
-    for name, algorithm in (("Hebb", GradientStep(1.0)), ("delta", DeltaRule(1.0)), ("exact", Ridge(1e4))):
+    # Any rate is as good for Hebb's signs; for the delta rule a half is better than 1, which forgets more.
+    for name, algorithm in (("Hebb", GradientStep(1.0)), ("delta", DeltaRule(0.5)), ("exact", Ridge(1e4))):
         rates = np.asarray(jax.jit(lambda a: jax.lax.map(lambda n: wrong(a, n), counts))(algorithm))
         capacity[name] = int(counts[rates <= 0.01].max())
         print(
