@@ -9,8 +9,11 @@ with x_t as query: for x_t = H⁻¹ s_t its prediction is that of least squares,
 No weight is trained. The plot shows what the last layer would predict from the x_t of each layer before it, and it ends
 at the error of least squares, which `mesa_attention` computes in one layer.
 
-    python examples/theory_as_weights.py
+    python examples/theory_as_weights.py                 # in the terminal
+    python examples/theory_as_weights.py by_layer.png    # and as a figure (needs matplotlib)
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,7 @@ from mesascope.theory.solvers import GradientStep, Ridge, autoregressive, chebys
 DIM, TIME, STEPS, LAM = 4, 16, 20, 2.0
 
 
-def main() -> tuple[list[float], float, float]:
+def main(figure: str | None = None) -> tuple[list[float], float, float]:
     """Build it, run it, plot errors by layer. Returns them, that of least squares, and the largest difference to it."""
     task = Dynamics.linear(state_dim=DIM, length=TIME)
     context = autoregressive(task.sample(jax.random.key(0), 256).observations)
@@ -49,8 +52,23 @@ def main() -> tuple[list[float], float, float]:
     for layer, error in enumerate(errors, start=1):
         print(f"  layer {layer:2d}  {'█' * round(60 * error / max(errors))} {error:.4f}")
     print(f"  exact     {'░' * round(60 * exact / max(errors))} {exact:.4f}  (least squares)")
+    if figure is not None:
+        draw(errors, exact, figure)
     return errors, exact, difference
 
 
+def draw(errors: list[float], exact: float, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy(range(1, len(errors) + 1), errors, "o-", label="from what layer l has computed")
+    axes.axhline(exact, color="black", linestyle="--", label="least squares")
+    axes.set_xlabel("layer l")
+    axes.set_ylabel("error of the next observation, ½‖·‖²")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

@@ -35,11 +35,12 @@ def test_loss_falls(name, package, factor, capsys):
     assert "loss" in capsys.readouterr().out
 
 
-def test_theory_as_weights(capsys):
+def test_theory_as_weights(capsys, tmp_path):
     """Errors fall to that of least squares, layer by layer, and the forward pass is least squares."""
     module = load("theory_as_weights")
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        errors, exact, difference = module.main()
+        errors, exact, difference = module.main(str(tmp_path / "by_layer.png"))
+    assert (tmp_path / "by_layer.png").stat().st_size > 10_000
     assert len(errors) == module.STEPS + 1
     assert errors[0] > 3 * exact
     assert abs(errors[-1] - exact) < 0.01 * exact

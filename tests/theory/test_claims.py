@@ -7,7 +7,6 @@ import pytest
 
 from mesascope.tasks import Dynamics, FewShot
 from mesascope.theory.solvers import (
-    DeltaRule,
     GradientStep,
     KernelRegression,
     MesaOptimizer,
@@ -18,10 +17,10 @@ from mesascope.theory.solvers import (
     line_search,
     loss,
     loss_by_time,
-    recall,
     tune,
 )
 from mesascope.training import half_squared_errors
+from tests.test_examples import load
 from tests.theory import oracles
 
 OPTIMIZED = True
@@ -208,26 +207,8 @@ def test_dimension():
 
 def test_associative_capacity():
     """Least squares > delta rule > Hebb: how many pairs of random signs are recalled with at most 1% of signs wrong."""
-    width, most, rng = 64, 80, np.random.default_rng(0)
-    keys = jnp.asarray(rng.choice([-1, 1], (32, most, width)) / np.sqrt(width), jnp.float32)
-    values = jnp.asarray(rng.choice([-1.0, 1.0], (32, most, width)), jnp.float32)
-
-    def wrong(algorithm, pairs):
-        real = jnp.arange(most) < pairs
-        context = recall(jnp.where(real[:, None], keys, 0), values)
-        missed = (algorithm(context) * context.targets <= 0)[:, most:] & real[:, None]
-        return jnp.sum(missed) / (pairs * width * len(keys))
-
-    counts = jnp.arange(8, most + 1, 2)
-    capacity = {}
-    # Any rate is as good for Hebb's signs; for the delta rule a half is better than 1, which forgets more.
-    for name, algorithm in (("Hebb", GradientStep(1.0)), ("delta", DeltaRule(0.5)), ("exact", Ridge(1e4))):
-        rates = np.asarray(jax.jit(lambda a: jax.lax.map(lambda n: wrong(a, n), counts))(algorithm))
-        capacity[name] = int(counts[rates <= 0.01].max())
-        print(
-            f"{name}: {capacity[name]} pairs in {width} neurons; wrong at 32: {rates[counts == 32].item():.4f}"
-        )
+    module = load("associative_capacity")
+    capacity = module.main()
     # Hebb's signal-to-noise ratio is √(width/pairs), so a hundredth of the signs are wrong at 0.18 pairs per neuron.
     assert 10 <= capacity["Hebb"] <= 14
-    assert capacity["Hebb"] < capacity["delta"]
-    assert capacity["delta"] < width < capacity["exact"]
+    assert capacity["Hebb"] < capacity["delta rule"] < module.WIDTH < capacity["least squares"]
