@@ -64,6 +64,7 @@ def draw(errors: list[float], exact: float, path: str) -> None:
     axes = figure.subplots()
     axes.semilogy(range(1, len(errors) + 1), errors, "o-", label="from what layer l has computed")
     axes.axhline(exact, color="black", linestyle="--", label="least squares")
+    axes.set_xticks(range(1, len(errors) + 1, 4))
     axes.set_xlabel("layer l")
     axes.set_ylabel("error of the next observation, ½‖·‖²")
     axes.legend()
