@@ -43,14 +43,16 @@ def list_runs(runs: Path, console: Console | None = None) -> None:
     if not paths:
         console.print(f"no runs in {runs}", highlight=False)
         return
-    table = Table("run", "seeds", "steps", "loss on fresh sequences", title=f"runs in {runs}")
+    table = Table("run", "seeds", "steps", "loss on fresh sequences", "made by", title=f"runs in {runs}")
+    now = source_hash()
     for run in map(Run, paths):
         try:
             train = run.config.train
             loss = spread(np.array(run.result["loss"])) if run.finished else "not finished"
-            table.add_row(run.path.name, f"{train.seeds}", f"{run.step:,} of {train.steps:,}", loss)
+            maker = "this source" if run.provenance["source"] == now else "other source"
+            table.add_row(run.path.name, f"{train.seeds}", f"{run.step:,} of {train.steps:,}", loss, maker)
         except StoreError as error:
-            table.add_row(run.path.name, "", "", escape(str(error)))
+            table.add_row(run.path.name, "", "", escape(str(error)), "")
     console.print(table)
 
 
