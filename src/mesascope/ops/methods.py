@@ -94,7 +94,11 @@ class ConjugateGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Pallas:
-    """Fused GPU kernels: float32 or bfloat16, keys and values up to 128 wide. Without a GPU interpreted: slow."""
+    """Fused GPU kernels: float32 or bfloat16, keys and values up to 128 wide. Without a GPU interpreted: slow.
+
+    A compiler that shards arrays by itself cannot see into a kernel, and would gather its inputs on every device:
+    there, use `jax.shard_map`, or another method.
+    """
 
     WIDEST: ClassVar[int] = 128
     """A head's matrices must fit on chip."""
