@@ -8,6 +8,9 @@ CREATED := $(VENV)/.created
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Tests mostly compile, which keeps one core busy: two workers make use of two.
+PARALLEL := -n 2 --dist worksteal
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lint types test test-all reproduce bench wheel clean rebuild
 
@@ -46,10 +49,10 @@ types: $(STAMP)  ## pyright
 	PYRIGHT_PYTHON_GLOBAL_NODE=off PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint types  ## lint, types and the fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: lint types  ## lint, types and every test that needs no GPU; records docs/test-all.md
-	$(BIN)/python scripts/record_test_all.py
+	$(BIN)/python scripts/record_test_all.py $(PARALLEL)
 
 reproduce: $(STAMP)  ## recompute the results
 	$(BIN)/mesascope reproduce
