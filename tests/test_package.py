@@ -20,6 +20,7 @@ LAYERS = [
     "models",
     "training",
     "theory",
+    "analysis",
     "presets",
     "store",
     "progress",

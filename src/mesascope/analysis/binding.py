@@ -1,0 +1,271 @@
+r"""Token binding: does a layer bring each token together with the one before it?
+
+Two views of the same question. `attention_maps` averages what queries take from earlier tokens, over many sequences:
+what remains does not depend on the data. `sensitivity` differentiates activations by inputs,
+
+$$\Big\lVert\frac{\partial f_t^{(1)}}{\partial s_{t'}}\Big\rVert, \qquad t' \le t,$$
+
+and asks no layer for maps, so that it works for models without attention too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from mesascope.analysis.results import (
+    Activations,
+    Estimate,
+    Running,
+    axes_for,
+    batches,
+    draw_curve,
+    house_style,
+    reader,
+    trace,
+    unknown,
+    unstack,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Tokens = Callable[[PRNGKeyArray, int], Float[Array, "batch time token"]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionMaps:
+    r"""Attention averaged over sequences, and how much of it goes how far back.
+
+    Attributes:
+        paths: names along the axis "path".
+        maps: mean over sequences of $a_{t,t'}$.
+        shares: mean over sequences and over $t >$ lag of
+            $\lvert a_{t,t-\text{lag}}\rvert / \sum_{t'}\lvert a_{t,t'}\rvert$, for lags 0, 1, …
+        uniform: what the shares would be if every token attended to all tokens so far alike.
+    """
+
+    paths: tuple[str, ...]
+    maps: Float[np.ndarray, "seed path head time time"]
+    shares: Estimate
+    uniform: Float[np.ndarray, " lag"]
+
+    @property
+    def attends(self) -> Bool[np.ndarray, "path head lag"]:
+        """Which heads give one token more than all others together, whichever sequences and seeds were drawn."""
+        return self.shares.interval(0.99)[0] > 0.5
+
+    @property
+    def binds(self) -> Bool[np.ndarray, " path"]:
+        """Whether a layer brings t and t-1 together: a head attends to t-1, and t is in the residual stream or
+        attended to by another head. Half of one head's attention each counts too: one head can bind two tokens."""
+        low = self.shares.interval(0.99)[0]
+        one_head = np.any((low[..., 0] > 0.25) & (low[..., 1] > 0.25), 1)
+        return np.any(low[..., 1] > 0.5, 1) | (one_head & np.any(low[..., 0] + low[..., 1] > 0.75, 1))
+
+    def verdict(self) -> str:
+        """A line for each path."""
+        lines = []
+        for i, path in enumerate(self.paths):
+            now, before = (self.shares.mean[i, :, lag].max() for lag in (0, 1))
+            said = "binds t and t-1" if self.binds[i] else "does not bind t and t-1"
+            lines.append(f"{path}: {said}; best heads give {now:.2f} to t and {before:.2f} to t-1")
+        return "\n".join(lines)
+
+    def plot(
+        self, path: str | None = None, *, seed: int = 0, axes: "Sequence[Axes] | None" = None
+    ) -> "list[Axes]":
+        """The averaged map of every head of a layer, the first unless named."""
+        with house_style():
+            import matplotlib.pyplot as plt
+
+            i = 0 if path is None else _find(path, self.paths)
+            heads = self.maps.shape[2]
+            if axes is None:
+                axes = plt.subplots(1, heads, figsize=(2.4 * heads, 2.6), squeeze=False)[1][0].tolist()
+            assert axes is not None
+            for head, ax in enumerate(axes):
+                ax.imshow(self.maps[seed, i, head])
+                ax.grid(False)
+                ax.set(title=f"head {head}", xlabel="attends to t'", ylabel="" if head else "time t")
+        return list(axes)
+
+
+def attention_maps(
+    models: PyTree,
+    sample: Tokens,
+    *,
+    activations: Activations = trace,
+    paths: Sequence[str] = ("blocks.0.mixer.attention",),
+    lags: int = 4,
+    sequences: int = 2048,
+    batch_size: int = 128,
+    key: PRNGKeyArray,
+) -> AttentionMaps:
+    """Average attention over sequences.
+
+    Args:
+        models: with a seed axis.
+        sample: draws tokens.
+        activations: of a model and tokens, arrays by path.
+        paths: where the maps are, each `[batch, head, time, time]` with rows for queries. Layers may differ in
+            nothing but weights.
+        lags: how many shares, from lag 0 on.
+        sequences: how many.
+        key: for the sequences.
+    """
+    everyone, read = unstack(models), reader(activations, tuple(paths))
+    total: Any = 0.0
+    shares = Running()
+    time = 0
+    for i, size in enumerate(batches(sequences, batch_size)):
+        tokens = sample(jax.random.fold_in(key, i), size)
+        seen = [read(model, tokens) for model in everyone]
+        found = []
+        for maps in seen:
+            stacked = [np.asarray(maps[path]) for path in paths]
+            for path, a in zip(paths, stacked, strict=True):
+                if a.ndim != 4 or a.shape[0] != size or a.shape[-1] != a.shape[-2]:
+                    raise ValueError(
+                        f"path {path!r}: expected attention of shape {(size, 'head', 'time', 'time')}, got {a.shape}."
+                    )
+            found.append(np.stack(stacked, 1))
+        a = np.stack(found)
+        time = a.shape[-1]
+        total = total + a.sum(1, dtype=np.float64)
+        shares.add(_shares(np.abs(a), lags))
+    lag = np.arange(min(lags, time))
+    uniform = np.array([np.mean(1 / np.arange(j + 1, time + 1)) for j in lag])
+    return AttentionMaps(
+        paths=tuple(paths),
+        maps=total / sequences,
+        shares=shares.estimate("path", "head", "lag"),
+        uniform=uniform,
+    )
+
+
+def _shares(weights: Float[np.ndarray, "*lead time time"], lags: int) -> Float[np.ndarray, "*lead lag"]:
+    rows = weights.sum(-1)
+    rows = np.where(rows > 0, rows, 1)
+    columns = []
+    for lag in range(min(lags, weights.shape[-1])):
+        diagonal = np.diagonal(weights, -lag, -2, -1)
+        columns.append(np.mean(diagonal / rows[..., lag:], -1))
+    return np.stack(columns, -1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sensitivity:
+    r"""How much activations at some times depend on each input.
+
+    Attributes:
+        times: indices t along the axis "time".
+        frobenius: mean over sequences of $\lVert\partial f_t/\partial s_{t'}\rVert_F$.
+        by_entry: mean over sequences and entries c of $\lVert\partial f_{t,c}/\partial s_{t'}\rVert$ (released code).
+    """
+
+    times: tuple[int, ...]
+    frobenius: Estimate
+    by_entry: Estimate
+
+    @property
+    def shares(self) -> Estimate:
+        """`frobenius` divided by its sum over inputs: what part of a time's sensitivity each input has."""
+        total = self.frobenius.values.sum(-1, keepdims=True)
+        total = np.where(total > 0, total, 1)
+        return Estimate(
+            values=self.frobenius.values / total,
+            sequences_error=self.frobenius.sequences_error / total.mean(0),
+            axes=self.frobenius.axes,
+        )
+
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
+        """A line for each time, by input."""
+        with house_style():
+            ax = axes_for(ax)
+            inputs = np.arange(1, self.frobenius.values.shape[-1] + 1)
+            for i, time in enumerate(self.times):
+                upto = slice(0, time + 1)
+                draw_curve(ax, inputs[upto], self.frobenius[i, upto], label=f"t = {time + 1}")
+            ax.set(xlabel="input t'", ylabel="sensitivity", ylim=(0, None))
+            ax.legend()
+        return ax
+
+
+def sensitivity(
+    models: PyTree,
+    sample: Tokens,
+    *,
+    activations: Activations = trace,
+    path: str = "blocks.0.resid_post",
+    times: Sequence[int] | None = None,
+    sequences: int = 64,
+    batch_size: int = 16,
+    key: PRNGKeyArray,
+) -> Sensitivity:
+    r"""$\lVert\partial f_t/\partial s_{t'}\rVert$ for all $t' \le t$, by vector-Jacobian products side by side.
+
+    Args:
+        models: with a seed axis.
+        sample: draws what is differentiated by. For tokens built from observations, draw these and have `activations`
+            build the tokens.
+        activations: of a model and tokens, arrays by path.
+        path: f, `[batch, time, width]`.
+        times: indices t; None for all. Negative ones count from the end.
+        sequences: how many.
+        key: for the sequences.
+    """
+    everyone = unstack(models)
+    read = reader(activations, (path,))
+    first = sample(key, batches(sequences, batch_size)[0])
+    length, shape = first.shape[1], jax.eval_shape(read, everyone[0], first)[path].shape
+    if len(shape) != 3 or shape[1] != length:
+        raise ValueError(f"path {path!r}: expected shape {(*first.shape[:2], 'width')}, got {shape}.")
+    asked = range(length) if times is None else times
+    for t in asked:
+        if not -length <= t < length:
+            raise ValueError(f"times: expected indices of {length} positions, got {t}.")
+    chosen = tuple(t % length for t in asked)
+    norms = _norms(activations, path)
+    frobenius, by_entry = Running(), Running()
+    for i, size in enumerate(batches(sequences, batch_size)):
+        inputs = first if i == 0 else sample(jax.random.fold_in(key, i), size)
+        found = [norms(model, inputs, jnp.asarray(chosen, jnp.int32)) for model in everyone]
+        frobenius.add(np.stack([np.asarray(f[0]) for f in found]))
+        by_entry.add(np.stack([np.asarray(f[1]) for f in found]))
+    return Sensitivity(
+        times=chosen,
+        frobenius=frobenius.estimate("time", "input"),
+        by_entry=by_entry.estimate("time", "input"),
+    )
+
+
+def _norms(activations: Activations, path: str) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
+    def at_all_times(model: Any, inputs: Float[Array, "time token"]) -> Float[Array, "time width"]:
+        return activations(model, inputs[None])[path][0]
+
+    def one_sequence(model: Any, inputs: Array, times: Array) -> tuple[Array, Array]:
+        f, pull_back = jax.vjp(lambda x: at_all_times(model, x), inputs)
+
+        def at(t: Array) -> tuple[Array, Array]:
+            # One product per entry of the activation, all entries at once; times one after the other, for memory.
+            def entry(unit: Array) -> Array:
+                return pull_back(jnp.zeros_like(f).at[t].set(unit))[0]
+
+            jacobian = jax.vmap(entry)(jnp.eye(f.shape[-1], dtype=f.dtype))
+            squares = jnp.sum(jacobian**2, -1)
+            return jnp.sqrt(jnp.sum(squares, 0)), jnp.mean(jnp.sqrt(squares), 0)
+
+        return jax.lax.map(at, times)
+
+    return jax.jit(jax.vmap(one_sequence, (None, 0, None)))
+
+
+def _find(name: str, names: Sequence[str]) -> int:
+    if name not in names:
+        raise KeyError(unknown("path", name, names))
+    return names.index(name)

@@ -1,0 +1,622 @@
+r"""Linear probes: what can be read from activations, layer by layer and time by time, next to what it takes to be news.
+
+$$\min_D\; \sum_b\lVert y_{b,t} - D\,a_{b,t}\rVert^2 + \rho\,\lVert D\rVert_F^2$$
+
+for every target y, every path a (an address of activations), every time t and every model, in closed form and one call:
+
+    targets = {"next": next_token, "preconditioned": preconditioned(1000.0), **past_tokens(range(8))}
+    found = probe(
+        run.models(), sampler(config.task, config.tokens, targets), untrained=trainer.start().models,
+        paths=residual_stream(7), key=key,
+    )
+    found.relative.mean[0, 3]     # by time: error of "next" after three blocks, 1 is what predicting zero gives
+    print(found.verdict())
+    found.plot("next")
+
+Half of the sequences fit the probes, the other half scores them. Sequences stream by: of the first half only Gram
+matrices and cross moments are kept, in float64, of the second half only sums of errors. There is no intercept; whoever
+wants one appends a column of ones to the activations.
+
+Every probe comes with three controls on the same sequences: the same probe on models that were not trained, the probe
+of targets that belong to other sequences, and the probe of the input token itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from mesascope.analysis.results import (
+    Activations,
+    Estimate,
+    Running,
+    axes_for,
+    batches,
+    draw_curve,
+    house_style,
+    reader,
+    student_t,
+    trace,
+    unknown,
+    unstack,
+)
+from mesascope.tasks.dynamics import Dynamics, Trajectories
+from mesascope.tasks.tokens import Stacked, Tokens, delayed
+from mesascope.theory.solvers import Context, MesaOptimizer, autoregressive
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Of a one-sided test, for each of the two kinds of chance: which sequences, and which seeds.
+ALPHA = 0.005
+
+
+class Batch(NamedTuple):
+    """Sequences, and what probes look for at each of their positions.
+
+    Attributes:
+        targets: by name; zero where there is nothing to look for.
+        keep: which positions of which sequences count; None for all.
+    """
+
+    tokens: Float[Array, "batch time token"]
+    targets: Mapping[str, Float[Array | np.ndarray, "batch time ?target"]]
+    keep: Bool[Array | np.ndarray, "batch time"] | None = None
+
+
+Sample = Callable[[PRNGKeyArray, int], Batch]
+Target = Callable[[Trajectories], Array | np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Probes:
+    r"""Errors of probes, and of their controls.
+
+    Attributes:
+        targets: names along the axis "target".
+        paths: names along the axis "path".
+        error: mean of $\tfrac12\lVert y - Da\rVert^2$ over sequences that no probe was fitted to.
+        size: mean of $\tfrac12\lVert y\rVert^2$ over these sequences, the error of predicting zero.
+        in_sample: mean error over the sequences that the probes were fitted to; always the more flattering number.
+        in_sample_size: `size` there.
+        untrained: as `error`, for untrained models.
+        shuffled: as `error`, for targets that belong to other sequences.
+        input: as `error`, for the token itself in place of the activation.
+        margin: what part of a control's error a probe has to take away to beat it.
+        beats: for each control, whether the probe beats it: beyond the margin, and beyond what other sequences and
+            other seeds could have given (one-sided tests at 0.5% each).
+    """
+
+    targets: tuple[str, ...]
+    paths: tuple[str, ...]
+    error: Estimate
+    size: Float[np.ndarray, "target time"]
+    in_sample: Float[np.ndarray, "seed target path time"]
+    in_sample_size: Float[np.ndarray, "target time"]
+    untrained: Estimate
+    shuffled: Estimate
+    input: Estimate
+    margin: float
+    beats: Mapping[str, Bool[np.ndarray, "target path time"]]
+
+    @property
+    def relative(self) -> Estimate:
+        r"""$\mathbb E\lVert y - Da\rVert^2 / \mathbb E\lVert y\rVert^2$; NaN where the target is zero."""
+        return self.error.scaled(self._per_size)
+
+    @property
+    def relative_in_sample(self) -> Float[np.ndarray, "seed target path time"]:
+        """The same on the sequences that the probes were fitted to."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.in_sample / np.where(self.in_sample_size > 0, self.in_sample_size, np.nan)[:, None]
+
+    @property
+    def relative_controls(self) -> dict[str, Estimate]:
+        """`untrained`, `shuffled` and `input` by name, relative."""
+        return {
+            "untrained": self.untrained.scaled(self._per_size),
+            "shuffled": self.shuffled.scaled(self._per_size),
+            "input": self.input.scaled(self._per_size),
+        }
+
+    @property
+    def _per_size(self) -> Float[np.ndarray, "target 1 time"]:
+        with np.errstate(divide="ignore"):
+            return (1 / np.where(self.size > 0, self.size, np.nan))[:, None]
+
+    @property
+    def beats_controls(self) -> Bool[np.ndarray, "target path time"]:
+        """Whether a probe beats all of them; where it does not, it is no evidence."""
+        return np.all(list(self.beats.values()), 0)
+
+    def at(self, target: str, path: str | None = None) -> tuple[int, ...]:
+        """Index of a target, and of a path: `found.relative[found.at("next", "blocks.2.resid_post")]`."""
+        if target not in self.targets:
+            raise KeyError(unknown("target", target, self.targets))
+        if path is None:
+            return (self.targets.index(target),)
+        if path not in self.paths:
+            raise KeyError(unknown("path", path, self.paths))
+        return self.targets.index(target), self.paths.index(path)
+
+    def verdict(self) -> str:
+        """A line for each target and path: its error, and which controls it does not beat at most times."""
+        lines = []
+        for i, target in enumerate(self.targets):
+            there = self.size[i] > 0
+            for j, path in enumerate(self.paths):
+                found = np.mean(self.relative.mean[i, j, there]) if there.any() else np.nan
+                lost = [n for n, b in self.beats.items() if not there.any() or b[i, j, there].mean() <= 0.5]
+                said = f"does not beat: {', '.join(lost)}" if lost else "beats its controls"
+                lines.append(f"{target} from {path}: relative error {found:.3g}, {said}")
+        return "\n".join(lines)
+
+    def plot(self, target: str, *, ax: "Axes | None" = None) -> "Axes":
+        """Relative error by time, a line for each path, dark where it is deep; dashed the best of the controls."""
+        with house_style():
+            import matplotlib as mpl
+
+            ax = axes_for(ax)
+            (i,) = self.at(target)
+            time = np.arange(1, self.size.shape[1] + 1)
+            shades = mpl.colormaps["cividis_r"](np.linspace(0.15, 1, len(self.paths)))
+            for j, path in enumerate(self.paths):
+                draw_curve(ax, time, self.relative[i, j], color=shades[j], label=path)
+            best = np.min([c.mean[i].min(0) for c in self.relative_controls.values()], 0)
+            ax.plot(time, best, "--", color="0.4", label="best control")
+            ax.set(xlabel="time t", ylabel="relative error", title=target, ylim=(0, None))
+            ax.legend()
+        return ax
+
+    def plot_targets(self, path: str, time: int = -1, *, ax: "Axes | None" = None) -> "Axes":
+        """Relative error of all targets at one path and time (an index), with controls: a horizon curve."""
+        with house_style():
+            ax = axes_for(ax)
+            j = self.at(self.targets[0], path)[1]
+            x = np.arange(len(self.targets))
+            draw_curve(ax, x, self.relative[:, j, time], marker="o", label=path)
+            for name, control in self.relative_controls.items():
+                column = 0 if name == "input" else j
+                draw_curve(ax, x, control[:, column, time], linestyle="--", label=name)
+            ax.set_xticks(x, self.targets, rotation=45, ha="right")
+            ax.set(ylabel="relative error", ylim=(0, None))
+            ax.legend()
+        return ax
+
+
+def probe(
+    models: PyTree,
+    sample: Sample,
+    *,
+    untrained: PyTree,
+    activations: Activations = trace,
+    paths: Sequence[str] | None = None,
+    sequences: int = 8192,
+    batch_size: int = 256,
+    ridge: float = 1e-8,
+    margin: float = 0.1,
+    key: PRNGKeyArray,
+) -> Probes:
+    r"""Fit and score a probe for every target, path, time and model.
+
+    Args:
+        models: with a seed axis, as `run.models()` or `stack([...])` give them.
+        sample: draws sequences with their targets; see `sampler`.
+        untrained: at least two models as they were before training, with a seed axis. How much they differ from each
+            other says what an initialization may do by chance.
+        activations: of a model and tokens, arrays by path.
+        paths: which of them, each `[batch, time, width]`; None for all that have this shape.
+        sequences: in all; half of them fit, half of them score.
+        batch_size: sequences at a time. Memory grows with it, and with `sequences` not at all.
+        ridge: ρ, in units of the mean eigenvalue of the activations' Gram matrix.
+        margin: see `Probes`.
+        key: for the sequences.
+
+    Raises:
+        ValueError: fewer sequences to fit than twice the width of an activation: such a probe fits anything.
+    """
+    trained, fresh = unstack(models), unstack(untrained, "untrained")
+    if len(fresh) < 2:
+        raise ValueError(
+            "untrained: expected at least 2 models. One says nothing about what a fresh initialization may do by chance."
+        )
+    if jax.tree.structure(models) != jax.tree.structure(untrained):
+        raise ValueError("untrained: these models are built differently from those that are probed.")
+    sizes = [*batches(sequences // 2, batch_size), *batches(sequences - sequences // 2, batch_size)]
+    to_fit = len(sizes) // 2
+    drawn = sample(key, sizes[0])
+    chosen = _choose(paths, drawn, activations, trained[0], sequences // 2)
+    read = reader(activations, chosen)
+    names, widths = tuple(drawn.targets), [np.shape(y)[-1] for y in drawn.targets.values()]
+    parts = np.concatenate([[0], np.cumsum(widths)])[:-1]
+    dim, slots = sum(widths), len(trained) + len(fresh)
+
+    def regressors(batch: Batch) -> Iterator[tuple[tuple[int, int], Float[np.ndarray, "time batch width"]]]:
+        """By (model, path), the models before the untrained ones; the input last, under (-1, -1)."""
+        seen = [read(model, batch.tokens) for model in (*trained, *fresh)]
+        for p, path in enumerate(chosen):
+            for m in range(slots):
+                yield (m, p), _time_first(seen[m][path], batch.keep)
+        yield (-1, -1), _time_first(batch.tokens, batch.keep)
+
+    def outcomes(batch: Batch, m: int) -> Float[np.ndarray, "time batch dim"]:
+        """Targets; for trained models beside them those of the sequence before."""
+        y = _time_first(np.concatenate([np.asarray(y) for y in batch.targets.values()], -1), batch.keep)
+        return np.concatenate([y, np.roll(y, 1, 1)], -1) if 0 <= m < len(trained) else y
+
+    moments: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    squares = count = np.zeros(())
+    for i, size in enumerate(sizes[:to_fit]):
+        batch = drawn if i == 0 else sample(jax.random.fold_in(key, i), size)
+        pairs, plain = outcomes(batch, 0), outcomes(batch, -1)
+        squares, count = squares + _by_target(plain, parts).sum(-1), count + _count(batch)
+        for slot, x in regressors(batch):
+            cross = _moments(x, pairs if 0 <= slot[0] < len(trained) else plain)
+            before = moments.get(slot, (0, 0))
+            moments[slot] = before[0] + _moments(x, x), before[1] + cross
+    few = count.min() < 2 * max(gram.shape[-1] for gram, _ in moments.values())
+    if few:
+        raise ValueError(
+            f"keep: leaves {count.min():.0f} sequences to fit at some time, fewer than twice a width."
+        )
+    decoders = {slot: _solve(gram, cross, ridge) for slot, (gram, cross) in moments.items()}
+    in_sample = np.stack([
+        np.stack([_residual(*moments[m, p], decoders[m, p], squares, parts, dim) for p in range(len(chosen))], 1)
+        for m in range(len(trained))
+    ]) / count  # fmt: skip
+    in_sample_size = 0.5 * squares / count
+    del moments
+
+    tracks = {
+        name: [Running() for _ in chosen]
+        for name in ("error", "untrained", "shuffled", "over_untrained", "over_shuffled", "over_input")
+    }
+    on_input, on_size = Running(), Running()
+    for i, size in enumerate(sizes[to_fit:], start=to_fit):
+        batch = sample(jax.random.fold_in(key, i), size)
+        kept = None if batch.keep is None else np.asarray(batch.keep)[:, None]
+        pairs, plain = outcomes(batch, 0), outcomes(batch, -1)
+
+        on_size.add(_score(plain, parts)[None], kept)
+        from_input = _score(plain - _decode(_time_first(batch.tokens, batch.keep), decoders[-1, -1]), parts)[
+            None
+        ]
+        on_input.add(from_input, kept)
+        errors: list[np.ndarray] = []
+        chance: list[np.ndarray] = []
+        for (m, p), x in regressors(batch):
+            if m < 0:
+                continue
+            rest = (pairs if m < len(trained) else plain) - _decode(x, decoders[m, p])
+            errors.append(_score(rest[..., :dim], parts))
+            if m < len(trained):
+                chance.append(_score(rest[..., dim:], parts))
+            if m == slots - 1:
+                found, null = np.stack(errors[: len(trained)]), np.stack(errors[len(trained) :])
+                others = np.stack(chance)
+                mean, keep = found.mean(0), 1 - margin
+                tracks["error"][p].add(found, kept)
+                tracks["untrained"][p].add(null, kept)
+                tracks["shuffled"][p].add(others, kept)
+                tracks["over_untrained"][p].add((keep * null.mean(0) - mean)[None], kept)
+                tracks["over_shuffled"][p].add((keep * others.mean(0) - mean)[None], kept)
+                tracks["over_input"][p].add((keep * from_input[0] - mean)[None], kept)
+                errors, chance = [], []
+    gathered = {name: _along_paths(track) for name, track in tracks.items()}
+    input_error = on_input.estimate("target", "time")
+    input_error = Estimate(
+        values=input_error.values[:, :, None],
+        sequences_error=input_error.sequences_error[:, None],
+        axes=("seed", "target", "path", "time"),
+    )
+    controls = {"untrained": gathered["untrained"], "shuffled": gathered["shuffled"], "input": input_error}
+    size = on_size.estimate("target", "time").values[0]
+    beats = {
+        name: _beats(gathered["error"].values, (1 - margin) * control.values, gathered[f"over_{name}"])
+        & (size > 0)[:, None]
+        for name, control in controls.items()
+    }
+    return Probes(
+        targets=names, paths=chosen, error=gathered["error"], size=size,
+        in_sample=in_sample, in_sample_size=in_sample_size, margin=margin, beats=beats, **controls,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Course:
+    """Probes of the same models at several steps of their training.
+
+    Attributes:
+        steps: of the optimizer.
+        probes: one for each.
+    """
+
+    steps: tuple[int, ...]
+    probes: tuple[Probes, ...]
+
+    @property
+    def relative(self) -> Estimate:
+        """With the axis "step" after "seed"."""
+        parts = [p.relative for p in self.probes]
+        return Estimate(
+            values=np.stack([p.values for p in parts], 1),
+            sequences_error=np.stack([p.sequences_error for p in parts]),
+            axes=("seed", "step", *parts[0].axes[1:]),
+        )
+
+    def plot(self, target: str, time: int = -1, *, ax: "Axes | None" = None) -> "Axes":
+        """Relative error by step of training at one time (an index), a line for each path."""
+        with house_style():
+            ax = axes_for(ax)
+            first = self.probes[0]
+            (i,) = first.at(target)
+            for j, path in enumerate(first.paths):
+                draw_curve(ax, self.steps, self.relative[:, i, j, time], label=path)
+            ax.set(xlabel="step of training", ylabel="relative error", title=target, ylim=(0, None))
+            ax.legend()
+        return ax
+
+
+def probe_checkpoints(models_by_step: Mapping[int, PyTree], sample: Sample, **arguments: Any) -> Course:
+    """`probe` for each of several copies of the models, as `run.kept()` has them, on the same sequences."""
+    if not models_by_step:
+        raise ValueError("models_by_step: expected at least one step; was the run trained with keep_every?")
+    counts = {step: len(unstack(models)) for step, models in models_by_step.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"models_by_step: expected the same seeds at every step, got {counts} by step.")
+    steps = tuple(sorted(models_by_step))
+    return Course(
+        steps=steps, probes=tuple(probe(models_by_step[step], sample, **arguments) for step in steps)
+    )
+
+
+def residual_stream(depth: int) -> tuple[str, ...]:
+    """Paths of a `mesascope` Transformer: the embedded tokens, and the stream after each of its blocks."""
+    return ("embedded", *(f"blocks.{i}.resid_post" for i in range(depth)))
+
+
+# Targets: what is known about sequences from dynamical systems.
+
+
+def sampler(
+    task: Dynamics,
+    tokens: Tokens,
+    targets: Mapping[str, Target],
+    *,
+    keep: Callable[[Trajectories], np.ndarray] | None = None,
+) -> Sample:
+    """Fresh sequences of a task, as a model is shown them, with these targets; `keep` as in `without_outliers`."""
+    trajectories = jax.jit(task.sample, static_argnums=1)
+
+    def sample(key: PRNGKeyArray, batch_size: int) -> Batch:
+        drawn = trajectories(key, batch_size)
+        shown = tokens(drawn.observations).tokens
+        found = {name: target(drawn) for name, target in targets.items()}
+        return Batch(shown, found, None if keep is None else keep(drawn))
+
+    return sample
+
+
+def next_token(drawn: Trajectories) -> Array:
+    r"""$s_{t+1}$."""
+    return drawn.observations[:, 1:]
+
+
+def past_token(lag: int) -> Target:
+    r"""$s_{t-\text{lag}}$, zero before the first."""
+    return lambda drawn: delayed(drawn.observations[:, :-1], lag)
+
+
+def past_tokens(lags: Sequence[int]) -> dict[str, Target]:
+    """A horizon: `past_token` for each lag, by name."""
+    return {f"s[t-{lag}]" if lag else "s[t]": past_token(lag) for lag in lags}
+
+
+def hidden_state(lag: int = 0) -> Target:
+    r"""$h_{t-\text{lag}}$ of the generator."""
+    return lambda drawn: delayed(drawn.states[:, :-1], lag)
+
+
+def teacher_features(lag: int = 0) -> Target:
+    r"""$f^*(h_{t-\text{lag}})$; for nonlinear systems $\mathrm{MLP}^*$ of the state."""
+    return lambda drawn: delayed(drawn.features[:, :-1], lag)
+
+
+def stacked(k: int) -> Target:
+    r"""$z_t^k = [s_t, \dots, s_{t-k+1}]$."""
+    return lambda drawn: Stacked(k=k)(drawn.observations).tokens
+
+
+def preconditioned(by: float | MesaOptimizer, *, inputs: Target | None = None) -> Target:
+    r"""$(X_{t-1}X_{t-1}^\top + \tfrac1\lambda I)^{-1} x_t$, where the columns of $X_{t-1}$ are $x_1 \dots x_{t-1}$.
+
+    Args:
+        by: λ, for the exact solution; or an iteration, for its last iterate, such as
+            `MesaOptimizer.chebyshev(low, high, steps=6)`.
+        inputs: x: the observations unless given; `stacked(k)` or `teacher_features()`.
+    """
+
+    def target(drawn: Trajectories) -> Array | np.ndarray:
+        context = autoregressive(
+            drawn.observations, features=None if inputs is None else jnp.asarray(inputs(drawn))
+        )
+        if isinstance(by, MesaOptimizer):
+            return _last_iterate(by, context)
+        return exact_solution(np.asarray(context.queries), np.asarray(context.keys), by)
+
+    return target
+
+
+def without_outliers(
+    target: Target, deviations: float = 2.0
+) -> Callable[[Trajectories], Bool[np.ndarray, "batch time"]]:
+    """Keep what is not much larger than usual: norms less than so many standard deviations above their batch's mean.
+
+    Solutions of badly conditioned systems are rare and huge, and a mean of squares sees nothing else. The released code
+    leaves them out of its probes of preconditioned inputs, with 2 deviations.
+    """
+
+    def keep(drawn: Trajectories) -> Bool[np.ndarray, "batch time"]:
+        norms = np.linalg.norm(np.asarray(target(drawn), np.float64), axis=-1)
+        return norms - norms.mean(0) <= deviations * norms.std(0)
+
+    return keep
+
+
+def exact_solution(
+    queries: Float[np.ndarray, "batch time key"], keys: Float[np.ndarray, "batch time key"], lam: float
+) -> Float[np.ndarray, "batch time key"]:
+    r"""$(\sum_{i\le t} k_i k_i^\top + \tfrac1\lambda I)^{-1} x_t$ for all t, in float64 and on the host."""
+    q, k = queries.astype(np.float64), keys.astype(np.float64)
+    system = np.broadcast_to(np.eye(k.shape[-1]) / lam, (k.shape[0], k.shape[-1], k.shape[-1])).copy()
+    out = np.empty(q.shape)
+    for t in range(k.shape[1]):
+        system += k[:, t, :, None] * k[:, t, None, :]
+        out[:, t] = np.linalg.solve(system, q[:, t, :, None])[..., 0]
+    return out
+
+
+@jax.jit
+def _last_iterate(by: MesaOptimizer, context: Context) -> Array:
+    return by.preconditioned(context)[-1]
+
+
+def _choose(
+    paths: Sequence[str] | None, batch: Batch, activations: Activations, model: Any, to_fit: int
+) -> tuple[str, ...]:
+    """The paths to be probed, after looking at every shape."""
+    if not batch.targets:
+        raise ValueError("sample: the batch has no targets.")
+    lead = tuple(batch.tokens.shape[:2])
+    for name, y in batch.targets.items():
+        if np.ndim(y) != 3 or np.shape(y)[:2] != lead:
+            raise ValueError(
+                f"target {name!r}: expected shape {(*lead, 'width')}, as the tokens have it, got {np.shape(y)}."
+            )
+    order: list[str] = []
+
+    def seen(model: Any, tokens: Array) -> dict[str, Array]:
+        found = activations(model, tokens)
+        order.extend(found)
+        return dict(found)
+
+    shapes = jax.eval_shape(seen, model, batch.tokens)
+    fitting = [path for path in order if shapes[path].ndim == 3 and shapes[path].shape[:2] == lead]
+    for path in paths or ():
+        if path not in shapes:
+            raise KeyError(unknown("path", path, fitting))
+        if path not in fitting:
+            raise ValueError(
+                f"path {path!r}: expected shape {(*lead, 'width')}, got {shapes[path].shape}. Have `activations` bring "
+                "it into this shape, for heads by joining them."
+            )
+    chosen = tuple(fitting if paths is None else paths)
+    if not chosen:
+        raise ValueError(f"activations: none of {', '.join(order)} has the shape {(*lead, 'width')}.")
+    for path in chosen:
+        width = shapes[path].shape[-1]
+        if to_fit < 2 * width:
+            raise ValueError(
+                f"sequences: {path!r} is {width} wide, and a probe of that rank fits anything to too few sequences. "
+                f"Expected at least {4 * width} (half of them to fit, half to score), got {2 * to_fit}."
+            )
+    return chosen
+
+
+def _time_first(
+    x: Array | np.ndarray, keep: Array | np.ndarray | None
+) -> Float[np.ndarray, "time batch width"]:
+    """In float64, and zero where nothing counts."""
+    x = np.ascontiguousarray(np.swapaxes(np.asarray(x), 0, 1), np.float64)
+    return x if keep is None else np.where(np.asarray(keep).T[..., None], x, 0)
+
+
+def _by_target(y: Float[np.ndarray, "time batch dim"], parts: np.ndarray) -> np.ndarray:
+    """Squared norms: [target, time, batch]."""
+    return np.stack([np.einsum("tbi,tbi->tb", part, part) for part in np.split(y, parts[1:], -1)])
+
+
+# OpenBLAS spreads a larger product over threads that spin while they wait: on cores that others use too that takes a
+# hundred times as long as computing it.
+_PRODUCT = 350_000
+
+
+def _moments(x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, "time width dim"]:
+    r"""$\sum_b x_b y_b^\top$ at every time."""
+    step = max(8, _PRODUCT // (x.shape[-1] * y.shape[-1]))
+    starts = range(0, x.shape[1], step)
+    return sum(np.swapaxes(x[:, i : i + step], 1, 2) @ y[:, i : i + step] for i in starts)  # pyright: ignore
+
+
+def _decode(x: np.ndarray, decoder: Float[np.ndarray, "time width dim"]) -> np.ndarray:
+    step = max(8, _PRODUCT // (decoder.shape[-2] * decoder.shape[-1]))
+    return np.concatenate([x[:, i : i + step] @ decoder for i in range(0, x.shape[1], step)], 1)
+
+
+def _score(
+    rest: Float[np.ndarray, "time batch dim"], parts: np.ndarray
+) -> Float[np.ndarray, "batch target time"]:
+    return 0.5 * np.moveaxis(_by_target(rest, parts), -1, 0)
+
+
+def _count(batch: Batch) -> Float[np.ndarray, " time"]:
+    """How many sequences count at each time."""
+    size, time = batch.tokens.shape[:2]
+    return np.full(time, float(size)) if batch.keep is None else np.asarray(batch.keep).sum(0).astype(float)
+
+
+def _solve(
+    gram: Float[np.ndarray, "time width width"], cross: Float[np.ndarray, "time width dim"], ridge: float
+) -> Float[np.ndarray, "time width dim"]:
+    width = gram.shape[-1]
+    mean = np.trace(gram, axis1=1, axis2=2) / width
+    # Activations that are all zero have a decoder that is zero.
+    rho = np.where(mean > 0, ridge * mean, 1.0)
+    return np.linalg.solve(gram + rho[:, None, None] * np.eye(width), cross)
+
+
+def _residual(
+    gram: np.ndarray, cross: np.ndarray, decoder: np.ndarray, squares: np.ndarray, parts: np.ndarray, dim: int
+) -> Float[np.ndarray, "target time"]:
+    r"""Half of $\sum\lVert y\rVert^2 - 2\langle D, \sum y a^\top\rangle + \langle D, D\sum a a^\top\rangle$."""
+    d, c = decoder[..., :dim], cross[..., :dim]
+    per_column = np.sum(d * (gram @ d - 2 * c), 1)
+    return 0.5 * np.maximum(squares + np.add.reduceat(per_column, parts, -1).T, 0)
+
+
+def _along_paths(tracks: Sequence[Running]) -> Estimate:
+    parts = [track.estimate("target", "time") for track in tracks]
+    return Estimate(
+        values=np.stack([p.values for p in parts], 2),
+        sequences_error=np.stack([p.sequences_error for p in parts], 1),
+        axes=("seed", "target", "path", "time"),
+    )
+
+
+def _beats(
+    found: Float[np.ndarray, "seed target path time"],
+    control: Float[np.ndarray, "other target #path time"],
+    difference: Estimate,
+) -> Bool[np.ndarray, "target path time"]:
+    """Whether errors are lower than a control's, whichever sequences and whichever seeds had been drawn.
+
+    Seeds: a two-sample t-test with pooled variance, which needs only one of the two to have several seeds. Sequences:
+    the difference on each sequence, which takes away what is hard for both.
+    """
+    beyond = difference.interval(1 - 2 * ALPHA)[0][...] > 0
+    n, m = found.shape[0], control.shape[0]
+    # The input is no model: it has no seeds to differ in.
+    dof = n + m - 2
+    if dof > 0:
+        pooled = ((n - 1) * _variance(found) + (m - 1) * _variance(control)) / dof
+        needed = student_t(1 - 2 * ALPHA, dof) * np.sqrt(pooled * (1 / n + (1 / m if m > 1 else 0)))
+        beyond &= control.mean(0) - found.mean(0) > needed
+    return beyond
+
+
+def _variance(x: np.ndarray) -> np.ndarray:
+    return x.var(0, ddof=1) if x.shape[0] > 1 else np.zeros(x.shape[1:])

@@ -1,0 +1,197 @@
+r"""Scores: how well a model learns in context, and whether its predictions are those of an algorithm.
+
+The in-context learning score is the loss late in a sequence minus the loss early in it: negative for a model that
+learns from what it reads. It needs losses only, so that it is the same for vectors and for words. Equal losses do not
+make equal predictions; `distance` compares these,
+
+$$d_t = \frac{\mathbb E\lVert f_t - g_t\rVert^2}{\mathbb E\lVert g_t\rVert^2},$$
+
+next to the distance of a pair that should differ.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from mesascope.analysis.results import (
+    Estimate,
+    Running,
+    axes_for,
+    batches,
+    draw_curve,
+    house_style,
+    unstack,
+)
+from mesascope.training import half_squared_errors
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InContext:
+    """Loss by position, and how much of it reading takes away.
+
+    Attributes:
+        loss: mean over sequences, with the axis "time".
+        score: mean loss over the `late` positions minus that over the `early` ones.
+        early: positions, as a slice of indices.
+        late: likewise.
+    """
+
+    loss: Estimate
+    score: Estimate
+    early: slice
+    late: slice
+
+    @property
+    def learns(self) -> bool:
+        """Whether the score is below zero, whichever sequences and seeds had been drawn (99%)."""
+        return bool(self.score.interval(0.98)[1] < 0)
+
+    def plot(self, *, ax: "Axes | None" = None, **style: Any) -> "Axes":
+        """Loss by position."""
+        with house_style():
+            ax = axes_for(ax)
+            time = np.arange(1, self.loss.values.shape[-1] + 1)
+            draw_curve(ax, time, self.loss, **style)
+            for part, shade in ((self.early, "0.85"), (self.late, "0.7")):
+                inside = time[part]
+                ax.axvspan(inside[0] - 0.5, inside[-1] + 0.5, color=shade, alpha=0.5, zorder=0)
+            ax.set(xlabel="position", ylabel="loss", title=f"in-context score {self.score.mean:.3g}")
+        return ax
+
+
+def in_context_score(
+    models: PyTree,
+    sample: Callable[[PRNGKeyArray, int], Any],
+    *,
+    losses: Callable[[Any, Any], Float[Array, "batch time"]] | None = None,
+    early: slice | None = None,
+    late: slice | None = None,
+    sequences: int = 2048,
+    batch_size: int = 256,
+    key: PRNGKeyArray,
+) -> InContext:
+    """Loss by position and the in-context learning score.
+
+    Args:
+        models: with a seed axis.
+        sample: draws a batch, `Examples` or anything that `losses` understands.
+        losses: of a model and a batch, for every sequence and position: cross-entropy for a language model. None is
+            ½‖error‖² of `model(batch.tokens)` against `batch.targets`.
+        early: positions as a slice; None for the first tenth.
+        late: likewise; None for the last tenth.
+        sequences: how many.
+        key: for the sequences.
+    """
+    everyone, measure = unstack(models), jax.jit(losses or _squared)
+    by_position, score = Running(), Running()
+    for i, size in enumerate(batches(sequences, batch_size)):
+        batch = sample(jax.random.fold_in(key, i), size)
+        found = np.stack([np.asarray(measure(model, batch), np.float64) for model in everyone])
+        if found.ndim != 3:
+            raise ValueError(f"losses: expected shape ('batch', 'time'), got {found.shape[1:]}.")
+        tenth = max(1, found.shape[-1] // 10)
+        early, late = early or slice(0, tenth), late or slice(found.shape[-1] - tenth, None)
+        parts = found[..., late], found[..., early]
+        if 0 in (parts[0].shape[-1], parts[1].shape[-1]):
+            raise ValueError(f"early, late: {early} or {late} has none of the {found.shape[-1]} positions.")
+        by_position.add(found)
+        score.add(parts[0].mean(-1) - parts[1].mean(-1))
+    assert early is not None
+    assert late is not None
+    return InContext(loss=by_position.estimate("time"), score=score.estimate(), early=early, late=late)
+
+
+def _squared(model: Any, batch: Any) -> Float[Array, "batch time"]:
+    return half_squared_errors(model(batch.tokens), batch.targets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Distance:
+    """How far predictions are from an algorithm's, relative to their size.
+
+    Attributes:
+        model: $d_t$ of the models.
+        control: $d_t$ of predictions that should differ.
+        tolerance: up to which distance two predictions count as the same.
+    """
+
+    model: Estimate
+    control: Estimate
+    tolerance: float
+
+    @property
+    def equal(self) -> Bool[np.ndarray, " time"]:
+        """Where the models' predictions are the algorithm's up to the tolerance, and the control's are not (99%)."""
+        near = self.model.interval(0.98)[1] <= self.tolerance
+        return near & (self.control.interval(0.98)[0] > self.tolerance)
+
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
+        """Both by time, on a logarithmic scale."""
+        with house_style():
+            ax = axes_for(ax)
+            time = np.arange(1, self.model.values.shape[-1] + 1)
+            draw_curve(ax, time, self.model, label="model and algorithm")
+            draw_curve(ax, time, self.control, linestyle="--", label="control pair")
+            ax.axhline(self.tolerance, color="0.4", linewidth=0.8)
+            ax.set(xlabel="time t", ylabel="relative distance of predictions", yscale="log")
+            ax.legend()
+        return ax
+
+
+def distance(
+    models: PyTree,
+    sample: Callable[[PRNGKeyArray, int], Any],
+    *,
+    predict: Callable[[Any, Any], Float[Array, "batch time output"]],
+    algorithm: Callable[[Any], Float[Array, "batch time output"]],
+    control: Callable[[Any], Float[Array, "batch time output"]],
+    tolerance: float = 0.05,
+    sequences: int = 2048,
+    batch_size: int = 256,
+    key: PRNGKeyArray,
+) -> Distance:
+    """Whether models predict what an algorithm predicts.
+
+    Args:
+        models: with a seed axis.
+        sample: draws a batch of whatever the next three read.
+        predict: of a model and a batch; entries beyond the algorithm's width do not count.
+        algorithm: of a batch, as `Ridge(lam)(autoregressive(...))`.
+        control: of a batch, predictions that should not be the algorithm's: another algorithm, an untrained model.
+        tolerance: see `Distance`.
+        sequences: how many.
+        key: for the sequences.
+    """
+    everyone = unstack(models)
+    run, other = jax.jit(predict), jax.jit(lambda batch: (algorithm(batch), control(batch)))
+    near, far, size = Running(), Running(), Running()
+    for i, count in enumerate(batches(sequences, batch_size)):
+        batch = sample(jax.random.fold_in(key, i), count)
+        wanted, differing = (np.asarray(x, np.float64) for x in other(batch))
+        if wanted.shape != differing.shape:
+            raise ValueError(
+                f"control: expected predictions of shape {wanted.shape} as the algorithm's, got {differing.shape}."
+            )
+        found = np.stack([np.asarray(run(model, batch), np.float64) for model in everyone])
+        if found.shape[1:-1] != wanted.shape[:-1] or found.shape[-1] < wanted.shape[-1]:
+            raise ValueError(
+                f"predict: expected predictions of shape {wanted.shape} as the algorithm's, got {found.shape[1:]}."
+            )
+        near.add(np.sum((found[..., : wanted.shape[-1]] - wanted) ** 2, -1))
+        far.add(np.sum((differing - wanted) ** 2, -1)[None])
+        size.add(np.sum(wanted**2, -1)[None])
+    scale = size.estimate("time").values[0]
+    with np.errstate(divide="ignore"):
+        per_size = 1 / np.where(scale > 0, scale, np.nan)
+    return Distance(
+        model=near.estimate("time").scaled(per_size),
+        control=far.estimate("time").scaled(per_size),
+        tolerance=tolerance,
+    )
