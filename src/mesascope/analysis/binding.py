@@ -46,34 +46,32 @@ class AttentionMaps:
         maps: mean over sequences of $a_{t,t'}$.
         shares: mean over sequences and over $t >$ lag of
             $\lvert a_{t,t-\text{lag}}\rvert / \sum_{t'}\lvert a_{t,t'}\rvert$, for lags 0, 1, …
-        uniform: what the shares would be if every token attended to all tokens so far alike.
+        best: the largest of these over heads. (Which head that is differs from seed to seed.)
+        uniform: what they would be if every token attended to all tokens so far alike.
     """
 
     paths: tuple[str, ...]
     maps: Float[np.ndarray, "seed path head time time"]
-    shares: Estimate
+    shares: Float[np.ndarray, "seed path head lag"]
+    best: Estimate
     uniform: Float[np.ndarray, " lag"]
 
     @property
-    def attends(self) -> Bool[np.ndarray, "path head lag"]:
-        """Which heads give one token more than all others together, whichever sequences and seeds were drawn."""
-        return self.shares.interval(0.99)[0] > 0.5
+    def attends(self) -> Bool[np.ndarray, "path lag"]:
+        """Whether a head gives one token more than all others together, whichever sequences and seeds were drawn."""
+        return self.best.interval(0.99)[0] > 0.5
 
     @property
     def binds(self) -> Bool[np.ndarray, " path"]:
-        """Whether a layer brings t and t-1 together: a head attends to t-1, and t is in the residual stream or
-        attended to by another head. Half of one head's attention each counts too: one head can bind two tokens."""
-        low = self.shares.interval(0.99)[0]
-        one_head = np.any((low[..., 0] > 0.25) & (low[..., 1] > 0.25), 1)
-        return np.any(low[..., 1] > 0.5, 1) | (one_head & np.any(low[..., 0] + low[..., 1] > 0.75, 1))
+        """Whether a layer puts t-1 into token t; t itself is in its residual stream."""
+        return self.attends[:, 1]
 
     def verdict(self) -> str:
         """A line for each path."""
         lines = []
-        for i, path in enumerate(self.paths):
-            now, before = (self.shares.mean[i, :, lag].max() for lag in (0, 1))
-            said = "binds t and t-1" if self.binds[i] else "does not bind t and t-1"
-            lines.append(f"{path}: {said}; best heads give {now:.2f} to t and {before:.2f} to t-1")
+        for path, binds, share in zip(self.paths, self.binds, self.best.mean, strict=True):
+            said = "binds t and t-1" if binds else "does not bind t and t-1"
+            lines.append(f"{path}: {said}; the best heads give {share[0]:.2f} to t and {share[1]:.2f} to t-1")
         return "\n".join(lines)
 
     def plot(
@@ -114,13 +112,15 @@ def attention_maps(
         activations: of a model and tokens, arrays by path.
         paths: where the maps are, each `[batch, head, time, time]` with rows for queries. Layers may differ in
             nothing but weights.
-        lags: how many shares, from lag 0 on.
+        lags: how many shares, from lag 0 on; at least 2.
         sequences: how many.
         key: for the sequences.
     """
+    if lags < 2:
+        raise ValueError(f"lags: expected at least 2, those of t and t-1, got {lags}.")
     everyone, read = unstack(models), reader(activations, tuple(paths))
     total: Any = 0.0
-    shares = Running()
+    shares = [Running() for _ in everyone]
     time = 0
     for i, size in enumerate(batches(sequences, batch_size)):
         tokens = sample(jax.random.fold_in(key, i), size)
@@ -137,14 +137,21 @@ def attention_maps(
         a = np.stack(found)
         time = a.shape[-1]
         total = total + a.sum(1, dtype=np.float64)
-        shares.add(_shares(np.abs(a), lags))
-    lag = np.arange(min(lags, time))
-    uniform = np.array([np.mean(1 / np.arange(j + 1, time + 1)) for j in lag])
+        for running, of_seed in zip(shares, _shares(np.abs(a), lags), strict=True):
+            running.add(of_seed[None])
+    found = [running.estimate("path", "head", "lag") for running in shares]
+    values = np.stack([estimate.values[0] for estimate in found])
+    errors = np.stack([estimate.sequences_error for estimate in found])
+    at = values.argmax(2)[:, :, None]
+    best = Estimate(
+        values=np.take_along_axis(values, at, 2)[:, :, 0],
+        # Not less than that of their mean.
+        sequences_error=np.take_along_axis(errors, at, 2)[:, :, 0].mean(0),
+        axes=("seed", "path", "lag"),
+    )
+    uniform = np.array([np.mean(1 / np.arange(lag + 1, time + 1)) for lag in range(values.shape[-1])])
     return AttentionMaps(
-        paths=tuple(paths),
-        maps=total / sequences,
-        shares=shares.estimate("path", "head", "lag"),
-        uniform=uniform,
+        paths=tuple(paths), maps=total / sequences, shares=values, best=best, uniform=uniform
     )
 
 

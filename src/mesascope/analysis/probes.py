@@ -222,7 +222,7 @@ def probe(
     trained, fresh = unstack(models), unstack(untrained, "untrained")
     if len(fresh) < 2:
         raise ValueError(
-            "untrained: expected at least 2 models. One says nothing about what a fresh initialization may do by chance."
+            "untrained: expected at least 2 models. One says nothing about what initializations do by chance."
         )
     if jax.tree.structure(models) != jax.tree.structure(untrained):
         raise ValueError("untrained: these models are built differently from those that are probed.")

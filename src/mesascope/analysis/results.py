@@ -44,7 +44,7 @@ class Estimate:
         axes: names of the axes of `values`, the first is "seed".
     """
 
-    values: Float[np.ndarray, "seed *axes"]
+    values: Float[np.ndarray, "seed ..."]
     sequences_error: Float[np.ndarray, "*axes"]
     axes: tuple[str, ...]
 
@@ -111,8 +111,8 @@ class Running:
 
     def add(
         self,
-        samples: Float[np.ndarray, "seed batch *axes"],
-        keep: Bool[np.ndarray, "batch *axes"] | None = None,
+        samples: Float[np.ndarray, "seed batch ..."],
+        keep: Bool[np.ndarray, "batch ..."] | None = None,
     ) -> None:
         """Another batch; `keep` says what counts, for all of it where it is None."""
         samples = np.asarray(samples, np.float64)
