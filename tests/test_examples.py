@@ -46,3 +46,18 @@ def test_theory_as_weights(capsys, tmp_path):
     assert abs(errors[-1] - exact) < 0.01 * exact
     assert difference < 0.05
     assert capsys.readouterr().out.count("█") > 60
+
+
+def test_probe_your_own_model(capsys, tmp_path):
+    """A network that is not ours remembers, and what is no news is said to be none."""
+    pytest.importorskip("matplotlib").use("Agg")
+    module = load("probe_your_own_model")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        found = module.main(str(tmp_path / "horizon.png"), steps=300)
+    assert (tmp_path / "horizon.png").stat().st_size > 10_000
+    # The token just read is in the memory, and is no news; the one before it is.
+    error = found.relative.mean[:, 0, -1]
+    assert error[0] < 0.1
+    assert not found.beats_controls[0, 0, -1]
+    assert error[1] < found.relative_controls["input"].mean[1, 0, -1]
+    assert "does not beat its controls" in capsys.readouterr().out

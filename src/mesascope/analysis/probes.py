@@ -246,7 +246,7 @@ def probe(
     def outcomes(batch: Batch, m: int) -> Float[np.ndarray, "time batch dim"]:
         """Targets; for trained models beside them those of the sequence before."""
         y = _time_first(np.concatenate([np.asarray(y) for y in batch.targets.values()], -1), batch.keep)
-        return np.concatenate([y, np.roll(y, 1, 1)], -1) if 0 <= m < len(trained) else y
+        return np.concatenate([y, _shuffled(y, batch.keep)], -1) if 0 <= m < len(trained) else y
 
     moments: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     squares = count = np.zeros(())
@@ -315,8 +315,11 @@ def probe(
     )
     controls = {"untrained": gathered["untrained"], "shuffled": gathered["shuffled"], "input": input_error}
     size = on_size.estimate("target", "time").values[0]
+    smallest = 1e-12 * size[:, None]
     beats = {
-        name: _beats(gathered["error"].values, (1 - margin) * control.values, gathered[f"over_{name}"])
+        name: _beats(
+            gathered["error"].values, (1 - margin) * control.values, gathered[f"over_{name}"], smallest
+        )
         & (size > 0)[:, None]
         for name, control in controls.items()
     }
@@ -535,6 +538,19 @@ def _time_first(
     return x if keep is None else np.where(np.asarray(keep).T[..., None], x, 0)
 
 
+def _shuffled(
+    y: Float[np.ndarray, "time batch dim"], keep: Array | np.ndarray | None
+) -> Float[np.ndarray, "time batch dim"]:
+    """Every target at the next sequence that counts."""
+    if keep is None:
+        return np.roll(y, 1, 1)
+    out = np.zeros_like(y)
+    for t, kept in enumerate(np.asarray(keep).T):
+        at = np.flatnonzero(kept)
+        out[t, at] = y[t, np.roll(at, 1)]
+    return out
+
+
 def _by_target(y: Float[np.ndarray, "time batch dim"], parts: np.ndarray) -> np.ndarray:
     """Squared norms: [target, time, batch]."""
     return np.stack([np.einsum("tbi,tbi->tb", part, part) for part in np.split(y, parts[1:], -1)])
@@ -601,20 +617,25 @@ def _beats(
     found: Float[np.ndarray, "seed target path time"],
     control: Float[np.ndarray, "other target #path time"],
     difference: Estimate,
+    smallest: Float[np.ndarray, "target 1 time"],
 ) -> Bool[np.ndarray, "target path time"]:
     """Whether errors are lower than a control's, whichever sequences and whichever seeds had been drawn.
 
-    Seeds: a two-sample t-test with pooled variance, which needs only one of the two to have several seeds. Sequences:
-    the difference on each sequence, which takes away what is hard for both.
+    Seeds: a two-sample t-test with pooled variance, which needs only one of the two to have several seeds; of
+    logarithms, because errors of different models differ by factors. Sequences: the difference on each sequence, which
+    takes away what is hard for both.
     """
-    beyond = difference.interval(1 - 2 * ALPHA)[0][...] > 0
-    n, m = found.shape[0], control.shape[0]
-    # The input is no model: it has no seeds to differ in.
-    dof = n + m - 2
-    if dof > 0:
-        pooled = ((n - 1) * _variance(found) + (m - 1) * _variance(control)) / dof
-        needed = student_t(1 - 2 * ALPHA, dof) * np.sqrt(pooled * (1 / n + (1 / m if m > 1 else 0)))
-        beyond &= control.mean(0) - found.mean(0) > needed
+    # Below the smallest errors there is nothing but rounding to beat.
+    beyond = (difference.interval(1 - 2 * ALPHA)[0] > 0) & (control.mean(0) > smallest)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x, y = (np.log(np.maximum(errors, smallest)) for errors in (found, control))
+        n, m = x.shape[0], y.shape[0]
+        dof = n + m - 2
+        if dof > 0:
+            pooled = ((n - 1) * _variance(x) + (m - 1) * _variance(y)) / dof
+            # The input is no model: it has no seeds to differ in.
+            needed = student_t(1 - 2 * ALPHA, dof) * np.sqrt(pooled * (1 / n + (1 / m if m > 1 else 0)))
+            beyond = beyond & (y.mean(0) - x.mean(0) > needed)
     return beyond
 
 
