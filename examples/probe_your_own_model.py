@@ -2,8 +2,9 @@
 
 Every sequence follows its own random rotation, s_{t+1} = W s_t, and the network learns to predict what comes next. All
 that mesascope has to know about it is a function that returns its activations by name. What does its memory hold?
-Probes for the tokens that it has read say how far back it remembers. Next to them stand three controls: the same network
-before training, targets of other sequences, and the token that it has just read. Only what beats all three is news.
+Probes say: for the tokens that it has read, how far back it remembers, and for the next one, what it foresees. Next to
+them stand three controls: the same network before training, targets of other sequences, and the token that it has just
+read. Only what beats all three is news. Memory of the past is none: a random recurrent network has it as well.
 
     python examples/probe_your_own_model.py                # in the terminal
     python examples/probe_your_own_model.py horizon.png    # and as a figure (needs matplotlib)
@@ -13,11 +14,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from mesascope import optimize
-from mesascope.analysis.probes import Probes, past_tokens, probe, sampler
+from mesascope.analysis.probes import Probes, next_token, past_tokens, probe, sampler
 from mesascope.tasks import Dynamics, Standard
 
 OBS, HIDDEN, SEEDS = 2, 24, 3
@@ -60,22 +60,16 @@ def train(key, steps):
 
 def main(figure: str | None = None, *, steps: int = 600) -> Probes:
     """Train, probe, print a horizon. Returns the probes."""
-    runs = [train(jax.random.key(seed), steps) for seed in range(SEEDS)]
-    untrained, trained = (
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *column) for column in list(zip(*runs))[:2]
-    )
-    print(
-        f"loss: {np.mean([r[2][0] for r in runs]):.3f} before training, {np.mean([r[2][-1] for r in runs]):.3f} after"
-    )
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    untrained, trained, losses = jax.vmap(lambda key: train(key, steps))(keys)
+    print(f"loss: {losses[:, 0].mean():.3f} before training, {losses[:, -1].mean():.3f} after")
 
-    sample = sampler(TASK, Standard(), past_tokens(range(6)))
+    sample = sampler(TASK, Standard(), {"s[t+1]": next_token, **past_tokens(range(6))})
     found = probe(
         trained, sample, untrained=untrained, activations=activations, paths=["memory"],
         sequences=2048, key=jax.random.key(99),
     )  # fmt: skip
-    print(
-        "\nRelative error of reading a past token from the memory at the last step (1: nothing to be read):\n"
-    )
+    print("\nRelative error of reading a token from the memory at the last step (1: nothing to be read):\n")
     for i, name in enumerate(found.targets):
         error, fresh = found.relative.mean[i, 0, -1], found.relative_controls["untrained"].mean[i, 0, -1]
         news = "" if found.beats_controls[i, 0, -1] else "   (does not beat its controls)"

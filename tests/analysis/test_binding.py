@@ -1,5 +1,7 @@
 """Attention maps and sensitivities, of a layer that copies by construction and of models that do not."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +37,11 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def fresh(first: int, count: int, config: ModelConfig = CONFIG):
-    models = [Transformer(config, key=jax.random.key(s)) for s in range(first, first + count)]
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), stack(models))
+    seeds = first + jnp.arange(count)
+    models = jax.vmap(lambda seed: Transformer(config, key=jax.random.key(seed)))(seeds)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), models)
 
 
 def test_copying_layer_attends_to_the_previous_token():
@@ -65,9 +69,10 @@ def test_averages_are_those_of_all_sequences():
     paths = (MAP, "blocks.1.mixer.attention")
     found = attention_maps(models, recorded, paths=paths, sequences=50, batch_size=20, key=jax.random.key(1))
     everything = np.concatenate(drawn)
+    run = jax.jit(lambda model, tokens: {path: model.trace(tokens)[1][path] for path in paths})
     for seed in range(3):
         model = jax.tree.map(lambda leaf, s=seed: leaf[s], models)
-        seen = model.trace(jnp.asarray(everything))[1]
+        seen = run(model, everything)
         for i, path in enumerate(paths):
             a = np.asarray(seen[path])
             np.testing.assert_allclose(found.maps[seed, i], a.mean(0), atol=1e-12)
@@ -133,19 +138,19 @@ def test_copying_layer_is_sensitive_to_two_tokens():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("tool", "changes", "error", "message"),
     [
-        (lambda: attention_maps(fresh(0, 2), sample, paths=["blocks.0.attention"], key=jax.random.key(0)), KeyError, MAP),
-        (lambda: attention_maps(fresh(0, 2), sample, paths=[STREAM], key=jax.random.key(0)), ValueError, "expected attention"),
-        (lambda: attention_maps(fresh(0, 2), sample, lags=1, key=jax.random.key(0)), ValueError, "at least 2"),
-        (lambda: sensitivity(fresh(0, 2), sample, path=MAP, key=jax.random.key(0)), ValueError, "expected shape"),
-        (lambda: sensitivity(fresh(0, 2), sample, path="resid", key=jax.random.key(0)), KeyError, STREAM),
-        (lambda: sensitivity(fresh(0, 2), sample, times=[T], key=jax.random.key(0)), ValueError, "9 positions"),
+        (attention_maps, {"paths": ["blocks.0.attention"]}, KeyError, MAP),
+        (attention_maps, {"paths": [STREAM]}, ValueError, "expected attention"),
+        (attention_maps, {"lags": 1}, ValueError, "at least 2"),
+        (sensitivity, {"path": MAP}, ValueError, "expected shape"),
+        (sensitivity, {"path": "resid"}, KeyError, STREAM),
+        (sensitivity, {"times": [T]}, ValueError, "9 positions"),
     ],
-)  # fmt: skip
-def test_bad_input(call, error, message):
+)
+def test_bad_input(tool, changes, error, message):
     with pytest.raises(error, match=message):
-        call()
+        tool(fresh(0, 2), sample, key=jax.random.key(0), **changes)
 
 
 def test_plots():

@@ -102,7 +102,7 @@ def test_unknown_paths_name_the_nearest():
         return {f"blocks.{i}.resid_post": tokens for i in range(3)} | {"embedded": tokens}
 
     read = reader(activations, ("blocks.1.resid_pots",))
-    with pytest.raises(KeyError, match="nearest are: blocks.1.resid_post"):
+    with pytest.raises(KeyError, match=r"nearest are: blocks\.1\.resid_post"):
         read({}, jnp.ones((1, 2, 3)))
 
 

@@ -1,5 +1,7 @@
 """In-context scores and distances between predictions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from mesascope.tasks import Dynamics, Examples
 from mesascope.theory.constructions import proposition_2
 from mesascope.theory.solvers import GradientStep, Ridge, autoregressive, chebyshev_coefficients
 
-N, T, STEPS, LAM = 2, 10, 7, 2.0
+N, T, STEPS, LAM = 2, 10, 5, 1.0
 TASK = Dynamics.linear(state_dim=N, length=T)
 LOW, HIGH = 1 / LAM, 2 * T + 1 / LAM
 ETA = 2 / (LOW + HIGH)
@@ -39,9 +41,12 @@ def losses(model, batch):
     return 0.5 * jnp.sum((model(BUILT.tokens(batch.tokens)) - batch.targets) ** 2, -1)
 
 
+@partial(jax.jit, static_argnums=1)
 def untrained(first: int, count: int):
-    models = [Transformer(BUILT.model.config, key=jax.random.key(s)) for s in range(first, first + count)]
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), stack(models))
+    """Random weights in the place of Proposition 2's."""
+    seeds = first + jnp.arange(count)
+    models = jax.vmap(lambda seed: Transformer(BUILT.model.config, key=jax.random.key(seed)))(seeds)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), models)
 
 
 SOLVERS = dict(
@@ -89,10 +94,10 @@ def test_distance_is_what_numpy_says():
     )
     s = jnp.concatenate(drawn)
     assert len(s) == 30
-    wanted, other = (np.asarray(SOLVERS[name](s)) for name in ("algorithm", "control"))
+    wanted, other = (np.asarray(jax.jit(SOLVERS[name])(s)) for name in ("algorithm", "control"))
     for seed in range(2):
         model = jax.tree.map(lambda leaf, i=seed: leaf[i], untrained(0, 2))
-        f = np.asarray(predict(model, s))
+        f = np.asarray(jax.jit(predict)(model, s))
         expected = np.sum((f - wanted) ** 2, (0, 2))[1:] / np.sum(wanted**2, (0, 2))[1:]
         np.testing.assert_allclose(found.model.values[seed, 1:], expected, rtol=1e-10)
     expected = np.sum((other - wanted) ** 2, (0, 2))[1:] / np.sum(wanted**2, (0, 2))[1:]
@@ -149,17 +154,23 @@ def test_language_models_need_only_losses():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("changes", "message"),
     [
-        (lambda: in_context_score(untrained(0, 2), examples, losses=losses, early=slice(90, 99), key=jax.random.key(0)), "none of the 10 positions"),
-        (lambda: in_context_score(untrained(0, 2), examples, losses=lambda m, b: jnp.sum(b.tokens), key=jax.random.key(0)), "losses: expected shape"),
-        (lambda: distance(untrained(0, 2), observations, predict=lambda m, s: s, key=jax.random.key(0), **SOLVERS), "predict: expected"),
-        (lambda: distance(untrained(0, 2), observations, predict=predict, key=jax.random.key(0), algorithm=SOLVERS["algorithm"], control=lambda s: s), "control: expected"),
+        ({"losses": losses, "early": slice(90, 99)}, "none of the 10 positions"),
+        ({"losses": lambda model, batch: jnp.sum(batch.tokens)}, "losses: expected shape"),
     ],
-)  # fmt: skip
-def test_bad_input(call, message):
+)
+def test_bad_losses(changes, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        in_context_score(untrained(0, 2), examples, key=jax.random.key(0), **changes)
+
+
+@pytest.mark.parametrize("name", ["predict", "control"])
+def test_bad_predictions(name):
+    wrong = {"predict": lambda model, s: s, "control": lambda s: s}[name]
+    arguments = SOLVERS | {"predict": predict} | {name: wrong}
+    with pytest.raises(ValueError, match=f"{name}: expected predictions of shape"):
+        distance(untrained(0, 2), observations, sequences=16, key=jax.random.key(0), **arguments)
 
 
 def test_plots():
