@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from mesascope import optimize
-from mesascope.analysis.probes import Probes, next_token, past_tokens, probe, sampler
+from mesascope.analysis.probes import Probes, probe
+from mesascope.analysis.targets import next_token, past_tokens, sampler
 from mesascope.tasks import Dynamics, Standard
 
 OBS, HIDDEN, SEEDS = 2, 24, 3

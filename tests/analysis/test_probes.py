@@ -1,5 +1,7 @@
 """Probes: against lstsq, on planted algorithms, and on models that have nothing to be found."""
 
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -7,22 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.analysis.probes import (
-    Batch,
+from mesascope.analysis.probes import Batch, probe, probe_checkpoints, residual_stream
+from mesascope.analysis.results import stack
+from mesascope.analysis.targets import (
     exact_solution,
     hidden_state,
     next_token,
     past_tokens,
     preconditioned,
-    probe,
-    probe_checkpoints,
-    residual_stream,
     sampler,
     stacked,
     teacher_features,
     without_outliers,
 )
-from mesascope.analysis.results import stack
 from mesascope.models import Transformer
 from mesascope.tasks import Dynamics, Standard
 from mesascope.theory.constructions import proposition_2
@@ -348,3 +347,28 @@ def test_plots(tmp_path):
     plt.close("all")
     with pytest.raises(KeyError, match="nearest are: past"):
         found.plot("pasta")
+
+
+@pytest.mark.claims
+def test_cost():
+    """All layers and times of the 7-layer model, 5 seeds and 5 untrained ones, 8192 sequences: within 60 s on two idle
+    cores, that is 120 s of their time, and 4 GB."""
+    code = """
+import resource, time, jax
+from mesascope import preset
+from mesascope.analysis.probes import probe, residual_stream
+from mesascope.analysis.targets import next_token, sampler
+from mesascope.training import Trainer
+config = preset("softmax-7")
+models = Trainer(config).start().models
+began, used = time.monotonic(), time.process_time()
+sample = sampler(config.task, config.tokens, {"next": next_token})
+found = probe(models, sample, untrained=models, paths=residual_stream(7), sequences=8192, key=jax.random.key(0))
+assert found.error.values.shape == (5, 1, 8, 50)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(time.monotonic() - began, time.process_time() - used, peak)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wall, processor, gigabytes = map(float, done.stdout.split())
+    assert min(wall, processor / 2) <= 60, f"{wall:.0f} s, {processor:.0f} s of processors"
+    assert gigabytes < 4
