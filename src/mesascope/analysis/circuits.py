@@ -52,7 +52,7 @@ class Blocks(NamedTuple):
     write: Bool[np.ndarray, "slot slot"]
 
     @property
-    def count(self) -> int:
+    def scalars(self) -> int:
         """Scalars per head and layer."""
         return int(self.read.sum() + self.write.sum())
 
@@ -165,7 +165,7 @@ class Scalars:
     @property
     def count(self) -> int:
         """Scalars of one model."""
-        return self.blocks.count * self.read.shape[1] * self.read.shape[2]
+        return self.blocks.scalars * self.read.shape[1] * self.read.shape[2]
 
     def share(self, *, level: float = 0.95) -> tuple[Interval, Interval]:
         """Of reads and writes by layer, mean over seeds and heads."""

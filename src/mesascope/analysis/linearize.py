@@ -1,0 +1,457 @@
+r"""Replace one attention layer at a time by linear attention, and see what it costs.
+
+For the layer with inputs $x_t$ and outputs $y_t$, both recorded while the model reads fresh sequences,
+
+$$\min_\theta\; \mathbb E\,\frac1T\sum_t
+  \tfrac12\Big\lVert y_t - \sum_h P_h\sum_{i\le t} W_V^h x_i\,(W_K^h x_i)^\top W_Q^h x_t\Big\rVert^2,$$
+
+then the linear layer takes its place, and the ratio of the losses with and without it is reported. All layers of all
+models are distilled side by side. Learning rates are found: each is tried for a while on every layer, and each layer of
+each model goes on with the one that served it best.
+
+    linearize(Transformer.trace, run.models, layer_sites(run.models), run.config.examples, key=key)
+
+Where queries and keys are given, the best values and outputs have a closed form (`best_write`): least squares of $y_t$
+on $\sum_i x_i (k_i^\top q_t)$. It ends every distillation, within the width of the head's values, and without that
+bound it is a check: a lower bound of what these queries and keys allow.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from mesascope.analysis.intervals import Interval, Trace, canvas, ratio_interval, seeds_of
+from mesascope.models import Transformer, positions
+from mesascope.ops import linear_attention
+from mesascope.tasks import Examples
+from mesascope.training import half_squared_errors
+
+Sample = Callable[[PRNGKeyArray, int], Examples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """An attention layer of somebody's model.
+
+    Attributes:
+        input: path of the activation that it reads, [..., time, model].
+        output: path of what it adds to the stream, [..., time, model].
+        prepare: from the activation to what the layer's matrices multiply (a normalization), for this model.
+        codes: width of positional codes beside the inputs of queries and keys; 0 for none.
+    """
+
+    input: str
+    output: str
+    prepare: Callable[[PyTree, Array], Array] | None = None
+    codes: int = 0
+
+
+def layer_sites(model: Transformer) -> tuple[Site, ...]:
+    """The attention layers of one of ours."""
+    config = model.config
+    if config.positions is not None and config.positions.at == "keys":
+        raise ValueError(
+            "positions: codes beside keys and queries themselves are no input of a linear layer; train with "
+            "Positions(at='key_inputs')."
+        )
+
+    def prepare(i: int) -> Callable[[Any, Array], Array] | None:
+        if not (config.layer_norm or config.masked):
+            return None
+
+        def prepared(model: Transformer, x: Array) -> Array:
+            scale = model.layers[i].mixer_norm
+            if scale is not None:
+                x = x - jnp.mean(x, -1, keepdims=True)
+                x = scale * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+            return jnp.where(jnp.arange(x.shape[-1]) < config.masked, 0, x)
+
+        return prepared
+
+    beside = 0 if config.positions is None or config.positions.at == "tokens" else config.positions.dim
+    return tuple(
+        Site(
+            input="embedded" if i == 0 else f"blocks.{i - 1}.resid_post",
+            output=f"blocks.{i}.mixer.out",
+            prepare=prepare(i),
+            codes=beside if i == 0 else 0,
+        )
+        for i in range(len(config.blocks))
+    )
+
+
+class LinearLayer(NamedTuple):
+    """Linear attention: row vectors multiply these from the left; heads stand one after another."""
+
+    queries: Float[Array, "*lead key_input heads*key"]
+    keys: Float[Array, "*lead key_input heads*key"]
+    values: Float[Array, "*lead model heads*key"]
+    output: Float[Array, "*lead heads*key model"]
+
+
+class Recorded(NamedTuple):
+    """What layers read and gave back: the inputs of queries and keys, of values, and the outputs."""
+
+    key_inputs: Float[Array, "*lead time key_input"]
+    inputs: Float[Array, "*lead time model"]
+    outputs: Float[Array, "*lead time model"]
+
+
+def attend(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, "*lead time model"]:
+    """What the layer makes of these inputs."""
+    mixed = _head_outputs(layer, heads, recorded)
+    return _matmul(mixed, layer.output)
+
+
+def best_write(
+    queries: Float[Array, "key_input heads*key"],
+    keys: Float[Array, "key_input heads*key"],
+    recorded: Recorded,
+    *,
+    heads: int,
+    ridge: float = 1e-9,
+) -> LinearLayer:
+    r"""The best products $P W_V$ for given queries and keys, in closed form; heads become as wide as the model.
+
+    Args:
+        recorded: [sequence, time, ...].
+        ridge: of the normal equations, over their mean eigenvalue.
+    """
+    size, width = recorded.inputs.shape[-1], queries.shape[-1] // heads
+    eye = jnp.eye(size, dtype=recorded.inputs.dtype)
+    wide = LinearLayer(queries, keys, jnp.tile(eye, (1, heads)), jnp.zeros((heads * size, size), eye.dtype))
+    features = _head_outputs(wide, heads, recorded)
+    solved = _least_squares(features, recorded.outputs, ridge)
+
+    def padded(a: Array) -> Array:
+        split = a.reshape(a.shape[0], heads, width)
+        return jnp.pad(split, ((0, 0), (0, 0), (0, max(0, size - width)))).reshape(a.shape[0], -1)
+
+    if width > size:
+        raise ValueError(f"queries: expected heads at most as wide as the model, {size}, got {width}.")
+    return LinearLayer(padded(queries), padded(keys), wide.values, jnp.asarray(solved, eye.dtype))
+
+
+@dataclass(frozen=True)
+class Linearization:
+    """Axes: `axes` and, of losses, `loss_axes`.
+
+    Attributes:
+        layers: the distilled layers.
+        heads: of each.
+        rate: the learning rate each was distilled with.
+        residual: what is left of the layer's output, in squares over its squares, on sequences not trained on.
+        least: the same for the closed form with the distilled queries and keys: no values and outputs do better (but
+            for sampling, and up to the sequences it was solved on).
+        loss: of the model as it is, by sequence.
+        swapped: with one layer replaced.
+    """
+
+    layers: LinearLayer
+    heads: int
+    rate: Float[np.ndarray, "seed layer"]
+    residual: Float[np.ndarray, "seed layer"]
+    least: Float[np.ndarray, "seed layer"]
+    loss: Float[np.ndarray, "seed sequence"]
+    swapped: Float[np.ndarray, "seed sequence layer"]
+    axes: tuple[str, ...] = ("seed", "layer")
+    loss_axes: tuple[str, ...] = ("seed", "sequence", "layer")
+
+    @property
+    def ratio(self) -> Interval:
+        """Loss with the layer replaced over loss without, by layer."""
+        return ratio_interval(self.swapped, np.broadcast_to(self.loss[..., None], self.swapped.shape))
+
+    def plot(self, axes: Any = None) -> Any:
+        """Ratios by layer."""
+        axes = canvas(axes)
+        ratio, layer = self.ratio, np.arange(1, self.swapped.shape[-1] + 1)
+        errors = np.stack([ratio.mean - ratio.low, ratio.high - ratio.mean])
+        axes.errorbar(layer, ratio.mean, yerr=np.where(np.isfinite(errors), errors, 0), fmt="o")
+        axes.axhline(1, color="black", linewidth=0.5)
+        axes.set_xticks(layer)
+        axes.set_xlabel("layer made linear")
+        axes.set_ylabel("loss over that of the model")
+        return axes
+
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+
+
+def linearize(
+    trace: Trace,
+    models: PyTree,
+    sites: Sequence[Site],
+    sample: Sample,
+    *,
+    heads: int = 4,
+    key_dim: int = 20,
+    steps: int = 3000,
+    batch_size: int = 64,
+    rates: Sequence[float] = RATES,
+    pilot: float = 0.1,
+    test_sequences: int = 640,
+    key: PRNGKeyArray,
+) -> Linearization:
+    """Distil every layer of every model, put each in its place and measure.
+
+    Args:
+        trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
+        models: arrays with a seed axis first (`single(model)` for one).
+        sites: the layers; they must have one width.
+        sample: fresh sequences, `sample(key, batch_size)`.
+        heads, key_dim: of the linear layers.
+        steps: of Adam, its rate falling to zero along a cosine.
+        rates: to choose from; the tool warns nobody, but `rate` shows when one at the edge was best.
+        pilot: the part of `steps` for which each rate is tried.
+        test_sequences: on which residuals and losses are measured, in batches.
+    """
+    seeds, depth = seeds_of(models), len(sites)
+    if not depth or steps < 10 or not rates:
+        raise ValueError(
+            f"expected sites, rates and at least 10 steps, got {depth}, {len(rates)} and {steps}."
+        )
+    record = _recorder(trace, models, sites)
+    pilot_key, run_key, start_key, solve_key, test_key = jax.random.split(key, 5)
+
+    # Layers differ a lot in the size of what they read and give back; in units of their own one set of rates fits all.
+    first = jax.jit(lambda key: record(sample(key, batch_size).tokens))(solve_key)
+    scale = jax.tree.map(lambda a: jnp.sqrt(jnp.mean(a * a, (2, 3, 4), keepdims=True)) + 1e-12, first)
+    scale = scale._replace(key_inputs=scale.inputs)
+
+    def draw(key: PRNGKeyArray) -> Recorded:
+        return jax.tree.map(lambda a, s: a / s, record(sample(key, batch_size).tokens), scale)
+
+    # Sums over time grow with it: queries start small enough for outputs of order one.
+    wide, size, time = first.key_inputs.shape[-1], first.inputs.shape[-1], first.inputs.shape[-2]
+    inner, dtype = heads * key_dim, first.inputs.dtype
+
+    def start(key: PRNGKeyArray) -> LinearLayer:
+        keys = jax.random.split(key, 4)
+        shapes = [(wide, inner), (wide, inner), (size, inner), (inner, size)]
+        stds = [
+            time**-0.5 * size**-0.5 * key_dim**-0.25,
+            size**-0.5 * key_dim**-0.25,
+            size**-0.5,
+            0.1 * inner**-0.5,
+        ]
+        drawn = (
+            s * jax.random.normal(k, shape, dtype) for k, shape, s in zip(keys, shapes, stds, strict=True)
+        )
+        return LinearLayer(*drawn)
+
+    each = jax.vmap(jax.vmap(start))(jax.random.split(start_key, (seeds, depth)))
+
+    # Each rate for a while, all at once.
+    many = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(rates), *a.shape)), each)
+    tried = jnp.broadcast_to(jnp.asarray(rates, dtype)[:, None, None], (len(rates), seeds, depth))
+    short = max(10, int(pilot * steps))
+    _, curve = _descend(many, tried, draw, heads, short, pilot_key)
+    late = np.asarray(jnp.mean(curve[-max(1, short // 5) :], 0))
+    chosen = np.argmin(np.where(np.isfinite(late), late, np.inf), 0)
+    rate = np.asarray(rates)[chosen]
+
+    one = jax.tree.map(lambda a: a[None], each)
+    found, _ = _descend(one, jnp.asarray(rate, dtype)[None], draw, heads, steps, run_key)
+    found = jax.tree.map(lambda a: a[0], found)
+    solve_on = _gather(jax.jit(draw), jax.random.split(solve_key, 8))
+    found, least = _polish(found, heads, solve_on, _gather(jax.jit(draw), jax.random.split(test_key, 8)))
+
+    # Back to the units of the model.
+    x, y = scale.inputs[..., 0], scale.outputs[..., 0]
+    found = LinearLayer(found.queries / x, found.keys / x, found.values / x, found.output * y)
+    residual, loss, swapped = _measure(
+        trace, models, sites, sample, found, heads, batch_size, test_sequences, test_key
+    )
+    return Linearization(found, heads, rate, residual, least, loss, swapped)
+
+
+def swap(site: Site, model: PyTree, layer: LinearLayer, heads: int) -> dict[str, Callable[[Array], Array]]:
+    """An edit that lets a linear layer take this one's place, whatever else is edited before it."""
+    seen: list[Array] = []
+
+    def notice(x: Array) -> Array:
+        seen.append(x)
+        return x
+
+    def replace(out: Array) -> Array:
+        recorded = _prepared(site, model, seen.pop(), layer.queries.shape[-2])
+        return attend(layer, heads, recorded._replace(outputs=out))
+
+    return {site.input: notice, site.output: replace}
+
+
+def _prepared(site: Site, model: PyTree, x: Array, wide: int) -> Recorded:
+    """What the layer's matrices multiply; codes of zeros for layers that have none, so that all have one width."""
+    x = x if site.prepare is None else site.prepare(model, x)
+    room = wide - x.shape[-1]
+    codes = jnp.zeros((x.shape[-2], room), x.dtype)
+    if site.codes:
+        codes = codes.at[:, : site.codes].set(positions(x.shape[-2], site.codes, dtype=x.dtype))
+    beside = jnp.concatenate([x, jnp.broadcast_to(codes, (*x.shape[:-1], room))], -1)
+    return Recorded(beside, x, x)
+
+
+def _recorder(trace: Trace, models: PyTree, sites: Sequence[Site]) -> Callable[[Array], Recorded]:
+    """From tokens to what all layers of all models read and gave back, [seed, layer, batch, time, width]."""
+    most = max(site.codes for site in sites)
+
+    def one(model: PyTree, tokens: Array) -> Recorded:
+        _, seen = trace(model, tokens)
+        for path in (path for site in sites for path in (site.input, site.output)):
+            if path not in seen:
+                raise KeyError(unknown_path(path, seen))
+        widths = {seen[site.input].shape[-1] for site in sites}
+        if len(widths) > 1:
+            raise ValueError(f"sites: expected layers of one width, got {sorted(widths)}.")
+        layers = [
+            _prepared(s, model, seen[s.input], seen[s.input].shape[-1] + most)._replace(
+                outputs=seen[s.output]
+            )
+            for s in sites
+        ]
+        return jax.tree.map(lambda *a: jnp.stack(a), *layers)
+
+    return lambda tokens: jax.lax.stop_gradient(jax.vmap(one, (0, None))(models, tokens))
+
+
+def unknown_path(path: str, known: Any) -> str:
+    """A sentence that names the nearest paths there are."""
+    import difflib
+
+    near = difflib.get_close_matches(path, list(known), n=5, cutoff=0) or sorted(known)[:5]
+    return f"path: there is no activation {path!r}. The nearest are: {', '.join(near)}."
+
+
+def _head_outputs(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, "*lead time heads*key"]:
+    def split(a: Array) -> Array:
+        return jnp.swapaxes(a.reshape(*a.shape[:-1], heads, -1), -2, -3)
+
+    q, k = (split(_matmul(recorded.key_inputs, w)) for w in (layer.queries, layer.keys))
+    out = linear_attention(q, k, split(_matmul(recorded.inputs, layer.values)))
+    assert not isinstance(out, tuple)
+    out = jnp.swapaxes(out, -2, -3)
+    return out.reshape(*out.shape[:-2], -1)
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _squares(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, ""]:
+    return jnp.mean(half_squared_errors(attend(layer, heads, recorded), recorded.outputs))
+
+
+def _descend(
+    layers: LinearLayer,
+    rates: Float[Array, "rate seed layer"],
+    draw: Callable[[PRNGKeyArray], Recorded],
+    heads: int,
+    steps: int,
+    key: PRNGKeyArray,
+) -> tuple[LinearLayer, Float[Array, "step rate seed layer"]]:
+    """Adam with a rate of its own for every layer, all on the same fresh sequences."""
+    adam = optax.scale_by_adam()
+
+    def total(layers: LinearLayer, batch: Recorded) -> tuple[Array, Array]:
+        over_layers = jax.vmap(jax.vmap(lambda layer, r: _squares(layer, heads, r)))
+        losses = jax.vmap(lambda some: over_layers(some, batch))(layers)
+        return jnp.sum(losses), losses
+
+    def step(carry: tuple[LinearLayer, PyTree], i: Int[Array, ""]):
+        layers, state = carry
+        gradient, losses = jax.grad(total, has_aux=True)(layers, draw(jax.random.fold_in(key, i)))
+        # Entry by entry, and scaled by Adam, so that layers do not feel each other.
+        direction, state = adam.update(gradient, state)
+        falling = 0.5 * (1 + jnp.cos(jnp.pi * i.astype(rates.dtype) / steps))
+        pace = (falling * rates)[..., None, None]
+        return (jax.tree.map(lambda w, d: w - pace * d, layers, direction), state), losses
+
+    @jax.jit
+    def run(layers: LinearLayer) -> tuple[LinearLayer, Array]:
+        (layers, _), curve = jax.lax.scan(
+            step, (layers, adam.init(layers)), jnp.arange(steps, dtype=jnp.int32)
+        )
+        return layers, curve
+
+    with jax.numpy_dtype_promotion("standard"):
+        return run(layers)
+
+
+def _gather(draw: Callable[[PRNGKeyArray], Recorded], keys: PRNGKeyArray) -> Recorded:
+    """Several batches as one, [seed, layer, sequence, time, width], in numpy."""
+    batches = [jax.tree.map(np.asarray, draw(key)) for key in keys]
+    return jax.tree.map(lambda *a: np.concatenate(a, 2), *batches)
+
+
+def _least_squares(features: Any, targets: Any, ridge: float) -> np.ndarray:
+    """Normal equations in float64 and numpy: no gradient is needed, and LAPACK stays out of compiled programs."""
+    f = np.asarray(features, np.float64).reshape(-1, features.shape[-1])
+    y = np.asarray(targets, np.float64).reshape(-1, targets.shape[-1])
+    gram = f.T @ f
+    return np.linalg.solve(gram + ridge * np.trace(gram) / len(gram) * np.eye(len(gram)), f.T @ y)
+
+
+def _polish(
+    layers: LinearLayer, heads: int, train: Recorded, test: Recorded, ridge: float = 1e-9
+) -> tuple[LinearLayer, Float[np.ndarray, "seed layer"]]:
+    """Outputs solved for, and the residual that the closed form with free values leaves on other sequences."""
+    seeds, depth = train.inputs.shape[:2]
+    least, output = np.empty((seeds, depth)), np.empty(layers.output.shape, layers.output.dtype)
+    features = jax.jit(lambda layer, recorded: _head_outputs(layer, heads, recorded))
+    given = jax.jit(lambda layer, recorded: attend(layer, heads, recorded))
+    for at in np.ndindex(seeds, depth):
+        layer, here, there = (
+            jax.tree.map(lambda a, at=at: jnp.asarray(a[at]), x) for x in (layers, train, test)
+        )
+        output[at] = _least_squares(features(layer, here), here.outputs, ridge)
+        if layer.queries.shape[-1] // heads > here.inputs.shape[-1]:
+            wide = layer._replace(output=jnp.asarray(output[at]))
+        else:
+            wide = best_write(layer.queries, layer.keys, here, heads=heads, ridge=ridge)
+        least[at] = np.sum((given(wide, there) - there.outputs) ** 2) / np.sum(there.outputs**2)
+    return layers._replace(output=jnp.asarray(output)), least
+
+
+def _measure(
+    trace: Trace,
+    models: PyTree,
+    sites: Sequence[Site],
+    sample: Sample,
+    layers: LinearLayer,
+    heads: int,
+    batch_size: int,
+    sequences: int,
+    key: PRNGKeyArray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Residuals, and losses as they are and with each layer replaced."""
+
+    @jax.jit
+    def batch(key: PRNGKeyArray) -> tuple[Array, Array, Array, Array]:
+        examples = sample(key, batch_size)
+        weight = examples.predicts.astype(examples.targets.dtype)
+        weight = weight / jnp.sum(weight)
+
+        def one(model: PyTree, layers: LinearLayer) -> tuple[Array, Array, Array, Array]:
+            predictions, seen = trace(model, examples.tokens)
+            losses, error, power = [], [], []
+            for i, site in enumerate(sites):
+                layer = jax.tree.map(lambda a, i=i: a[i], layers)
+                swapped, after = trace(model, examples.tokens, edit=swap(site, model, layer, heads))
+                losses.append(half_squared_errors(swapped, examples.targets) @ weight)
+                error.append(jnp.sum((after[site.output] - seen[site.output]) ** 2))
+                power.append(jnp.sum(seen[site.output] ** 2))
+            loss = half_squared_errors(predictions, examples.targets) @ weight
+            return loss, jnp.stack(losses, -1), jnp.stack(error), jnp.stack(power)
+
+        return jax.vmap(one)(models, layers)
+
+    keys = jax.random.split(key, -(-sequences // batch_size))
+    losses, swapped, error, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
+    return np.sum(error, 0) / np.sum(power, 0), np.concatenate(losses, 1), np.concatenate(swapped, 1)
