@@ -292,7 +292,9 @@ def between(first: Products, second: Products, weight: float = 0.5) -> Products:
             f"products: expected the same seeds, layers and heads in both, got {first.read.shape} and "
             f"{second.read.shape}."
         )
-    return Products(*((1 - weight) * a + weight * b for a, b in zip(first, second, strict=True)))
+    return Products(*(
+        (1 - weight) * a + weight * jnp.asarray(b, a.dtype) for a, b in zip(first, second, strict=True)
+    ))  # fmt: skip
 
 
 @dataclass(frozen=True)

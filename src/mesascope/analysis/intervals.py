@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import betainc
-from jaxtyping import Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 
 class Interval(NamedTuple):
@@ -85,18 +86,20 @@ def student(probability: float, freedom: Float[np.ndarray, "*rest"]) -> Float[np
     """Quantiles above ½ of Student's distribution, by bisection."""
     if not 0.5 < probability < 1:
         raise ValueError(f"level: expected between 0 and 1, got {2 * probability - 1}.")
-    nu = np.asarray(freedom, np.float64)
-    low, high = np.zeros_like(nu), np.full_like(nu, 1e4)
-    for _ in range(60):
-        t = (low + high) / 2
-        tail = 0.5 * _betainc(nu / 2, np.full_like(nu, 0.5), nu / (nu + t * t))
-        low, high = np.where(tail > 1 - probability, t, low), np.where(tail > 1 - probability, high, t)
-    return (low + high) / 2
-
-
-def _betainc(a: np.ndarray, b: np.ndarray, x: np.ndarray) -> np.ndarray:
     with jax.enable_x64(True):
-        return np.asarray(betainc(a, b, x), np.float64)
+        return np.asarray(_quantile(np.asarray(freedom, np.float64), np.float64(1 - probability)))
+
+
+@jax.jit
+def _quantile(nu: Array, tail: Array) -> Array:
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        t = (low + high) / 2
+        beyond = 0.5 * betainc(nu / 2, jnp.full_like(nu, 0.5), nu / (nu + t * t))
+        return jnp.where(beyond > tail, t, low), jnp.where(beyond > tail, high, t)
+
+    low, high = jax.lax.fori_loop(0, 60, halve, (jnp.zeros_like(nu), jnp.full_like(nu, 1e4)))
+    return (low + high) / 2
 
 
 def seeds_of(models: PyTree) -> int:

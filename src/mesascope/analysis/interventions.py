@@ -1,0 +1,372 @@
+r"""Change one thing inside a model and see what it does: to losses, and to predictions.
+
+A case is a set of edits by path, as `trace(model, tokens, edit=...)` takes them. Its effect is
+
+$$\Delta_j = L_j^{\text{edited}} - L_j, \qquad
+  d_t = \frac{\mathbb E\lVert f_t^{\text{edited}} - f_t\rVert^2}{\mathbb E\lVert f_t\rVert^2}$$
+
+on the same sequences j. Loss alone can stay where it is while predictions change; both are needed.
+
+    cases = {"head 2 of layer 1": ablate_head("blocks.0.mixer.heads", 2),
+             "layer 3": ablate("blocks.2.mixer.out")}
+    effects(Transformer.trace, models, cases, config.examples, key=key)
+
+And `solver_from` asks for how much the layers from ℓ on are needed at all: what a linear decoder finds of $s_t$ and
+$s_{t-1}$ in the residual stream before layer ℓ is handed to exact least squares, whose predictions take the model's
+place.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from mesascope.analysis.intervals import Interval, Trace, canvas, draw_curve, interval, seeds_of
+from mesascope.analysis.linearize import Sample, unknown_path
+from mesascope.ops import mesa_attention
+from mesascope.tasks import Examples
+from mesascope.tasks.tokens import delayed
+from mesascope.training import half_squared_errors
+
+Edits = dict[str, Callable[[Array], Array]]
+Case = Callable[[PyTree, Examples, Mapping[str, Array]], Edits]
+"""From a model, the sequences and its activations on them to edits."""
+
+
+def ablate(path: str, *, to: str = "zero") -> Case:
+    """An activation replaced by zero, or by its mean over the sequences at each time.
+
+    Args:
+        to: "zero" or "mean".
+    """
+    _check_to(to)
+
+    def case(model: PyTree, examples: Examples, seen: Mapping[str, Array]) -> Edits:
+        return {path: lambda x: _blank(x, to)}
+
+    return case
+
+
+def ablate_head(path: str, head: int, *, to: str = "zero") -> Case:
+    """One head's output, [..., head, time, value], replaced."""
+    _check_to(to)
+
+    def edit(x: Array) -> Array:
+        if not -x.shape[-3] <= head < x.shape[-3]:
+            raise ValueError(f"head: {path} has {x.shape[-3]}, counted from 0, got {head}.")
+        chosen = (jnp.arange(x.shape[-3]) == head % x.shape[-3])[:, None, None]
+        return jnp.where(chosen, _blank(x, to), x)
+
+    return lambda model, examples, seen: {path: edit}
+
+
+def patch(path: str, *, head: int | None = None) -> Case:
+    """An activation, or one head's output, taken from another sequence: that of the neighbor in the batch.
+
+    Everything is then as natural as can be, but belongs to another sequence. (For sequences that share what is ablated,
+    such as attention by position alone, nothing changes.)
+    """
+
+    def edit(x: Array) -> Array:
+        other = jnp.roll(x, 1, 0)
+        if head is None:
+            return other
+        return jnp.where((jnp.arange(x.shape[-3]) == head)[:, None, None], other, x)
+
+    return lambda model, examples, seen: {path: edit}
+
+
+def replace(path: str, by: Callable[[Mapping[str, Array], Examples], Array], *, reads: Sequence[str]) -> Case:
+    """An activation replaced by what theory says it should be.
+
+    Args:
+        by: from activations before it, as they are in the edited model, to this one.
+        reads: the paths that `by` needs.
+    """
+
+    def case(model: PyTree, examples: Examples, seen: Mapping[str, Array]) -> Edits:
+        noticed: dict[str, Array] = {}
+
+        def notice(name: str) -> Callable[[Array], Array]:
+            def keep(x: Array) -> Array:
+                noticed[name] = x
+                return x
+
+            return keep
+
+        def put(x: Array) -> Array:
+            missing = [name for name in reads if name not in noticed]
+            if missing:
+                raise ValueError(
+                    f"reads: {', '.join(missing)} come after {path}; expected activations before it."
+                )
+            new = by(noticed, examples)
+            if new.shape != x.shape:
+                raise ValueError(f"by: {path} has shape {x.shape}, got {new.shape}.")
+            return new.astype(x.dtype)
+
+        return {name: notice(name) for name in reads} | {path: put}
+
+    return case
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What each case does. Axes: `axes`; of `loss` without case, of `distance` seed, case, time.
+
+    Attributes:
+        names: of the cases.
+        loss: of the model as it is.
+        edited: with each case.
+        distance: of predictions from those of the model, squared and over their squares.
+    """
+
+    names: tuple[str, ...]
+    loss: Float[np.ndarray, "seed sequence"]
+    edited: Float[np.ndarray, "seed sequence case"]
+    distance: Float[np.ndarray, "seed case time"]
+    axes: tuple[str, ...] = ("seed", "sequence", "case")
+
+    def difference(self, *, level: float = 0.95) -> Interval:
+        """Loss with each case less that without."""
+        return interval(self.edited - self.loss[..., None], level=level)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Differences of losses, by case."""
+        axes = canvas(axes)
+        found = self.difference()
+        errors = np.stack([found.mean - found.low, found.high - found.mean])
+        axes.errorbar(
+            found.mean, range(len(self.names)), xerr=np.where(np.isfinite(errors), errors, 0), fmt="o"
+        )
+        axes.axvline(0, color="black", linewidth=0.5)
+        axes.set_yticks(range(len(self.names)), self.names)
+        axes.set_xlabel("loss less that of the model")
+        return axes
+
+
+def effects(
+    trace: Trace,
+    models: PyTree,
+    cases: Mapping[str, Case],
+    sample: Sample,
+    *,
+    sequences: int = 512,
+    batch_size: int = 128,
+    key: PRNGKeyArray,
+) -> Effects:
+    """Run every case on the same fresh sequences.
+
+    Args:
+        trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
+        models: arrays with a seed axis first.
+        cases: by name.
+        sample: fresh sequences, `sample(key, batch_size)`.
+    """
+    seeds_of(models)
+    if not cases:
+        raise ValueError("cases: expected at least one.")
+
+    @jax.jit
+    def batch(key: PRNGKeyArray) -> tuple[Array, Array, Array, Array]:
+        examples = sample(key, batch_size)
+
+        def one(model: PyTree) -> tuple[Array, Array, Array, Array]:
+            base, seen = trace(model, examples.tokens)
+            losses, distances = [], []
+            for case in cases.values():
+                edits = case(model, examples, seen)
+                for path in edits:
+                    if path not in seen:
+                        raise KeyError(unknown_path(path, seen))
+                changed, _ = trace(model, examples.tokens, edit=edits)
+                losses.append(_loss(changed, examples))
+                distances.append(jnp.sum((changed - base) ** 2, (0, -1)))
+            power = jnp.sum(base**2, (0, -1))
+            return _loss(base, examples), jnp.stack(losses, -1), jnp.stack(distances), power
+
+        return jax.vmap(one)(models)
+
+    keys = jax.random.split(key, -(-sequences // batch_size))
+    loss, edited, far, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
+    distance = np.sum(far, 0) / np.maximum(np.sum(power, 0), 1e-30)[:, None]
+    return Effects(tuple(cases), np.concatenate(loss, 1), np.concatenate(edited, 1), distance)
+
+
+@dataclass(frozen=True)
+class SolverSwap:
+    """Layers from some depth on replaced by exact least squares. Axes: `axes`; `distance` is seed, depth, time.
+
+    Attributes:
+        paths: the residual stream from which the solver reads, by depth.
+        lam: λ of the solver, which served best on the sequences the decoders were fitted to.
+        unexplained: by the decoders of $s_t$ and $s_{t-1}$, on other sequences (1 is no better than a constant zero).
+        loss: of the models.
+        solver: of least squares on the observations themselves.
+        swapped: of least squares on what was decoded.
+        distance: of predictions from those of the model, squared and over their squares.
+        control: the same distance for the solver that reads the decoded sequence of the neighbor in the batch.
+    """
+
+    paths: tuple[str, ...]
+    lam: Float[np.ndarray, "seed depth"]
+    unexplained: Float[np.ndarray, "seed depth 2"]
+    loss: Float[np.ndarray, "seed sequence"]
+    solver: Float[np.ndarray, " sequence"]
+    swapped: Float[np.ndarray, "seed sequence depth"]
+    distance: Float[np.ndarray, "seed depth time"]
+    control: Float[np.ndarray, "seed depth time"]
+    axes: tuple[str, ...] = ("seed", "sequence", "depth")
+
+    def difference(self, *, level: float = 0.95) -> Interval:
+        """Loss with the solver less that of the model, by depth: below zero, the solver does better."""
+        return interval(self.swapped - self.loss[..., None], level=level)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Loss by the depth from which on layers are replaced."""
+        axes = canvas(axes)
+        depth = np.arange(len(self.paths))
+        draw_curve(axes, depth, interval(self.swapped), label="solver from here on", marker="o")
+        axes.axhline(self.loss.mean(), color="black", label="model")
+        axes.axhline(self.solver.mean(), color="black", linestyle="--", label="solver on observations")
+        axes.set_xticks(depth, self.paths, rotation=45, ha="right")
+        axes.set_ylabel("loss")
+        axes.legend()
+        return axes
+
+
+LAMS = tuple(10.0 ** np.arange(-1, 4.5, 0.5))
+
+
+def solver_from(
+    trace: Trace,
+    models: PyTree,
+    paths: Sequence[str],
+    sample: Sample,
+    *,
+    observation: Callable[[Examples], Float[Array, "batch time obs"]] | None = None,
+    lams: Sequence[float] = LAMS,
+    sequences: int = 512,
+    batch_size: int = 128,
+    key: PRNGKeyArray,
+) -> SolverSwap:
+    r"""Let exact least squares go on from the residual stream, at every path.
+
+    Decoders $D_0, D_1$ from the stream $h_t$ to $s_t$ and $s_{t-1}$ are fitted by ridge regression, one of each for all
+    times, to `sequences` sequences; on as many others, with $\hat s_t = D_0 h_t$ and $\hat k_t = D_1 h_t$,
+
+    $$\hat s_{t+1} = \Big(\sum_{i\le t}\hat s_i\hat k_i^\top\Big)\Big(\sum_{i\le t}\hat k_i\hat k_i^\top
+                     + \tfrac1\lambda I\Big)^{-1}\hat s_t .$$
+
+    Args:
+        observation: $s_t$ from the sequences; None: the tokens themselves.
+        lams: to choose λ from.
+    """
+    seeds_of(models)
+    fit_key, test_key = jax.random.split(key)
+    count = -(-sequences // batch_size)
+
+    @jax.jit
+    def record(key: PRNGKeyArray):
+        examples = sample(key, batch_size)
+
+        def one(model: PyTree) -> tuple[Array, Array]:
+            predictions, seen = trace(model, examples.tokens)
+            for path in paths:
+                if path not in seen:
+                    raise KeyError(unknown_path(path, seen))
+            return predictions[..., : examples.targets.shape[-1]], jnp.stack([seen[path] for path in paths])
+
+        now = examples.tokens if observation is None else observation(examples)
+        if now.shape != examples.targets.shape:
+            raise ValueError(
+                f"observation: expected s_t for every target, {examples.targets.shape}, got {now.shape}. Say where it "
+                "stands: observation=lambda examples: examples.tokens[..., 10:20]."
+            )
+        return examples, now, *jax.vmap(one)(models)
+
+    def records(key: PRNGKeyArray):
+        return (jax.tree.map(np.asarray, record(k)) for k in jax.random.split(key, count))
+
+    # Normal equations of all decoders, batch by batch.
+    gram = cross = 0.0
+    fitting = None
+    for _, now, _, stream in records(fit_key):
+        wanted = np.concatenate([now, np.asarray(delayed(jnp.asarray(now), 1))], -1).astype(np.float64)
+        h = stream.astype(np.float64)
+        gram = gram + np.einsum("slbti,slbtj->slij", h, h, optimize=True)
+        cross = cross + np.einsum("slbti,btj->slij", h, wanted, optimize=True)
+        fitting = now, stream
+    assert isinstance(gram, np.ndarray)
+    assert fitting is not None
+    size = gram.shape[-1]
+    if count * batch_size < 2 * size:
+        raise ValueError(
+            f"sequences: decoders of {size} inputs need at least {2 * size}, got {count * batch_size}."
+        )
+    ridge = 1e-6 * np.trace(gram, axis1=-2, axis2=-1)[..., None, None] / size
+    decoders = np.linalg.solve(gram + (ridge + 1e-30) * np.eye(size), cross)
+
+    def decode(stream: Any) -> tuple[np.ndarray, np.ndarray]:
+        both = np.einsum("slbti,slij->slbtj", stream, decoders.astype(stream.dtype), optimize=True)
+        query, previous = np.split(both, 2, -1)
+        return query, previous
+
+    solve = jax.jit(lambda query, previous, lam: mesa_attention(query, previous, query, lam))
+    now, stream = fitting
+    found = decode(stream)
+    own = now, np.asarray(delayed(jnp.asarray(now), 1))
+
+    def best(query: np.ndarray, previous: np.ndarray) -> np.ndarray:
+        """λ by seed and depth, on one batch."""
+        errors = []
+        for lam in lams:
+            guess = np.asarray(solve(query, previous, jnp.asarray(lam, query.dtype)))[..., :-1, :]
+            errors.append(np.mean((guess - now[:, 1:]) ** 2, (-1, -2, -3)))
+        return np.asarray(lams)[np.argmin(np.where(np.isfinite(errors), errors, np.inf), 0)]
+
+    lam, exact = best(*found), float(best(*own))
+
+    loss, swapped, solver, far, wrong, power, left, total = ([] for _ in range(8))
+    for examples, now, predictions, stream in records(test_key):
+        query, previous = decode(stream)
+        per_depth = jnp.asarray(lam, query.dtype)[..., None, None]
+        guess = np.asarray(solve(query, previous, per_depth))
+        late = np.asarray(delayed(jnp.asarray(now), 1))
+        own = np.asarray(solve(now, late, jnp.asarray(exact, now.dtype)))
+        loss.append(np.asarray(_loss(predictions, examples)))
+        swapped.append(np.moveaxis(np.asarray(_loss(guess, examples)), 1, 2))
+        solver.append(np.asarray(_loss(own, examples)))
+        base = predictions[:, None]
+        far.append(np.sum((guess - base) ** 2, (2, 4)))
+        wrong.append(np.sum((np.roll(guess, 1, 2) - base) ** 2, (2, 4)))
+        power.append(np.sum(base**2, (2, 4)))
+        left.append(
+            np.stack([np.sum((query - now) ** 2, (2, 3, 4)), np.sum((previous - late) ** 2, (2, 3, 4))], -1)
+        )
+        total.append(np.array([np.sum(now**2), np.sum(late**2)]))
+    power = np.maximum(np.sum(power, 0), 1e-30)
+    return SolverSwap(
+        tuple(paths), lam, np.sum(left, 0) / np.sum(total, 0), np.concatenate(loss, 1), np.concatenate(solver),
+        np.concatenate(swapped, 1), np.sum(far, 0) / power, np.sum(wrong, 0) / power,
+    )  # fmt: skip
+
+
+def _loss(predictions: Any, examples: Examples) -> Float[Array, "*lead batch"]:
+    weight = jnp.asarray(examples.predicts).astype(examples.targets.dtype)
+    return half_squared_errors(jnp.asarray(predictions), jnp.asarray(examples.targets)) @ (
+        weight / jnp.sum(weight)
+    )
+
+
+def _blank(x: Array, to: str) -> Array:
+    return jnp.zeros_like(x) if to == "zero" else jnp.broadcast_to(jnp.mean(x, 0, keepdims=True), x.shape)
+
+
+def _check_to(to: str) -> None:
+    if to not in ("zero", "mean"):
+        raise ValueError(f"to: expected 'zero' or 'mean', got {to!r}.")
