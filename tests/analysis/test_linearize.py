@@ -17,17 +17,28 @@ from mesascope.analysis.linearize import (
     swap,
 )
 from mesascope.models import Block, Linear, ModelConfig, Positions, Softmax, Transformer
-from mesascope.tasks import Constructed, Dynamics
-from mesascope.theory.constructions import induction_head
+from mesascope.tasks import Constructed, Examples
+from mesascope.theory.constructions import copying_then_mesa, gradient_descent
 
 OPTIMIZED = True
 
-N, T = 2, 6
-TASK, TOKENS = Dynamics.linear(state_dim=N, length=T), Constructed(slots=4)
+N, T = 2, 8
+TOKENS = Constructed(slots=4)
+
+
+def rotations(key, batch, time=T):
+    """Points on circles, each turning at its own speed: quick to draw and to compile."""
+    speed, start, noise = jax.random.split(key, 3)
+    angle = jax.random.uniform(speed, (batch, 1), jnp.float32, -3, 3) * jnp.arange(
+        time + 1, dtype=jnp.float32
+    )
+    angle = angle + jax.random.uniform(start, (batch, 1), jnp.float32, -3, 3)
+    points = jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1)
+    return points + 0.1 * jax.random.normal(noise, points.shape, jnp.float32)
 
 
 def sample(key, batch):
-    return TOKENS(TASK.sample(key, batch).observations)
+    return TOKENS(rotations(key, batch))
 
 
 def models(seeds=2, layers=2, mixer=None, std=0.3, **more):
@@ -36,34 +47,21 @@ def models(seeds=2, layers=2, mixer=None, std=0.3, **more):
     return jax.vmap(lambda key: Transformer(config, key=key))(jax.random.split(jax.random.key(3), seeds))
 
 
-@pytest.fixture(scope="module")
-def linear():
-    return linearize(
-        Transformer.trace, models(), layer_sites(models()), sample,
-        heads=1, key_dim=4, steps=600, batch_size=32, test_sequences=64, key=jax.random.key(0),
+def test_a_linear_layer_costs_nothing():
+    """Ratio 1.00 for both layers of both models, from random starts and with no rate given."""
+    both = [gradient_descent(N, etas).model for etas in ((0.1, 0.1), (0.2, 0.15))]
+    planted = jax.tree.map(lambda *a: jnp.stack(a), *both)
+    found = linearize(
+        Transformer.trace, planted, layer_sites(planted), sample,
+        heads=4, key_dim=4, steps=800, batch_size=32, test_sequences=64, key=jax.random.key(0),
     )  # fmt: skip
-
-
-def test_a_linear_layer_costs_nothing(linear):
-    """Ratio 1.00, from a random start and with no rate given."""
-    np.testing.assert_allclose(linear.ratio.mean, 1, atol=0.005)
-    assert linear.residual.shape == linear.rate.shape == (2, 2)
-    assert linear.loss.shape == (2, 64)
-    assert linear.swapped.shape == (2, 64, 2)
-    assert np.max(linear.residual) < 1e-2
-    assert linear.plot() is not None
-
-
-def test_the_products_are_found(linear):
-    """The distilled layer is the layer: not its matrices, but what it computes on other inputs."""
-    teacher = models()
-    x = 0.5 * jax.random.normal(jax.random.key(9), (5, T, 4 * N), jnp.float32)
-    for i, layer in enumerate(teacher.layers):
-        mine = jax.tree.map(lambda a, i=i: a[0, i], linear.layers)
-        true = LinearLayer(layer.queries[0], layer.keys[0], layer.values[0], layer.output[0])
-        if i:  # The first layer reads tokens that repeat themselves, so that others of its products would do as well.
-            wanted, found = (attend(a, 1, Recorded(x, x, x)) for a in (true, mine))
-            assert jnp.sum((found - wanted) ** 2) < 0.05 * jnp.sum(wanted**2)
+    np.testing.assert_allclose(found.ratio.mean, 1, atol=0.005)
+    assert found.residual.shape == found.rate.shape == (2, 2)
+    assert found.loss.shape == (2, 64)
+    assert found.swapped.shape == (2, 64, 2)
+    assert np.max(found.residual) < 1e-3
+    assert np.max(found.least) < 1e-3
+    assert found.plot() is not None
 
 
 def test_closed_form_is_exact():
@@ -100,22 +98,22 @@ def test_swapping_a_layer_for_itself_changes_nothing():
             np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_a_sharp_layer_is_reported():
-    """Matching by content: no linear attention does it, and the closed form says that no tuning would help."""
-    built = induction_head(N, 20.0, sharpness=30.0, codes=8)
-    task = Dynamics.linear(state_dim=N, length=10)
+@pytest.mark.slow
+def test_a_layer_that_copies_is_reported():
+    """Each token takes its predecessor: a map of full rank, which heads narrower than the sequence is long cannot have.
+    The closed form says the same: it is not the tuning of values and outputs."""
+    built = copying_then_mesa(N, 1, 100.0, sharpness=20.0, codes=8)
 
-    def prompts(key, batch):
-        observations = task.sample(key, batch).observations
-        return TOKENS(observations)._replace(
-            tokens=built.tokens(observations[:, :-1])[:, 1:], targets=observations[:, 1:]
-        )
+    def observations(key, batch):
+        s = rotations(key, batch, 12)
+        seen = built.tokens(s[:, :-1])
+        return Examples(seen, jnp.pad(s[:, 1:], ((0, 0), (1, 0), (0, 0))), jnp.arange(seen.shape[1]) > 0)
 
     found = linearize(
-        Transformer.trace, single(built.model), layer_sites(built.model)[1:], prompts,
-        heads=1, key_dim=8, steps=400, batch_size=32, test_sequences=64, key=jax.random.key(0),
+        Transformer.trace, single(built.model), layer_sites(built.model)[:1], observations,
+        heads=1, key_dim=2, steps=300, batch_size=32, test_sequences=64, key=jax.random.key(0),
     )  # fmt: skip
-    assert found.ratio.low[0] > 1.1
+    assert found.ratio.low[0] > 2
     assert found.least[0, 0] > 0.1
     assert found.residual[0, 0] > 0.1
 
