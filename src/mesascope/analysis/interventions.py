@@ -122,7 +122,8 @@ class Effects:
         names: of the cases.
         loss: of the model as it is.
         edited: with each case.
-        distance: of predictions from those of the model, squared and over their squares.
+        distance: of predictions from those of the model, squared and over their squares; not a number at times when
+            the model predicts nothing.
     """
 
     names: tuple[str, ...]
@@ -193,7 +194,7 @@ def effects(
 
     keys = jax.random.split(key, -(-sequences // batch_size))
     loss, edited, far, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
-    distance = np.sum(far, 0) / np.maximum(np.sum(power, 0), 1e-30)[:, None]
+    distance = _relative(np.sum(far, 0), np.sum(power, 0)[:, None])
     return Effects(tuple(cases), np.concatenate(loss, 1), np.concatenate(edited, 1), distance)
 
 
@@ -349,11 +350,17 @@ def solver_from(
             np.stack([np.sum((query - now) ** 2, (2, 3, 4)), np.sum((previous - late) ** 2, (2, 3, 4))], -1)
         )
         total.append(np.array([np.sum(now**2), np.sum(late**2)]))
-    power = np.maximum(np.sum(power, 0), 1e-30)
+    power = np.sum(power, 0)
     return SolverSwap(
         tuple(paths), lam, np.sum(left, 0) / np.sum(total, 0), np.concatenate(loss, 1), np.concatenate(solver),
-        np.concatenate(swapped, 1), np.sum(far, 0) / power, np.sum(wrong, 0) / power,
+        np.concatenate(swapped, 1), _relative(np.sum(far, 0), power), _relative(np.sum(wrong, 0), power),
     )  # fmt: skip
+
+
+def _relative(far: np.ndarray, power: np.ndarray) -> np.ndarray:
+    """Over the squares of the model's predictions; not a number at times when it predicts nothing."""
+    nothing = power <= 1e-9 * np.mean(power, -1, keepdims=True)
+    return np.where(nothing, np.nan, far / np.where(nothing, 1, power))
 
 
 def _loss(predictions: Any, examples: Examples) -> Float[Array, "*lead batch"]:

@@ -1,0 +1,160 @@
+"""Few-shot regression: a model that is least squares has its curve, and prompts that can be solved for are found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesascope.analysis.few_shot import (
+    Curve,
+    Vectors,
+    control_curve,
+    controls,
+    early_ascent,
+    plot_curves,
+    regression_curve,
+    tune_eos,
+    tune_prefix,
+)
+from mesascope.analysis.intervals import single
+from mesascope.models import Transformer
+from mesascope.tasks import FewShot
+from mesascope.theory.constructions import key_shift
+from mesascope.theory.solvers import NewtonSchulz
+
+N, LAM = 4, 100.0
+TASK = FewShot(dim=N, length=32)
+SIZE = dict(sequences=96, batch_size=48)
+KEY = jax.random.key(5)
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """A mesa-layer that binds every pair of consecutive tokens, and the controls."""
+    model = single(key_shift(N, LAM).model)
+    found = {"model": regression_curve(Transformer.__call__, model, TASK, key=KEY, **SIZE)}
+    return found | controls(TASK, lam=LAM, key=KEY, **SIZE)
+
+
+def test_planted_least_squares(curves):
+    """The model that is autoregressive least squares has the control's errors, sequence by sequence."""
+    model, control = curves["model"], curves["least squares"]
+    assert model.losses.shape == (1, 96, 16)
+    assert list(model.pair) == list(range(1, 17))
+    np.testing.assert_allclose(model.losses, control.losses, rtol=1e-2, atol=1e-3)
+    assert plot_curves(curves) is not None
+
+
+def test_controls_against_numpy(curves):
+    """Every sequence by itself, one solve per pair, from the tokens themselves."""
+    regression = TASK.sample(jax.random.split(KEY, 2)[0], 48)
+    for b in range(3):
+        tokens = np.asarray(TASK.prompt(regression).tokens[b], np.float64)
+        for i in (0, 1, 5, 15):
+            t = 2 * i
+            sides = {"least squares": slice(0, None), "least squares, true pairs": slice(0, None, 2)}
+            for name, chosen in sides.items():
+                k, v = tokens[:t][chosen], tokens[1 : t + 1][chosen]
+                phi = np.linalg.solve(k.T @ k + np.eye(N) / LAM, k.T @ v).T
+                error = 0.5 * np.sum((tokens[t + 1] - phi @ tokens[t]) ** 2)
+                np.testing.assert_allclose(curves[name].losses[0, b, i], error, rtol=2e-2, atol=1e-3)
+
+
+def test_early_ascent(curves):
+    """Spurious pairs make errors rise first; without them, and for a model that always says zero, they do not."""
+    found = early_ascent(curves["least squares"])
+    assert found.present
+    assert 2 <= found.pair <= 8
+    assert early_ascent(curves["model"]).rise.low > 0
+    assert not early_ascent(curves["least squares, true pairs"]).present
+    nothing = regression_curve(lambda m, tokens: m * tokens, jnp.zeros(2, jnp.float32), TASK, key=KEY, **SIZE)
+    assert not early_ascent(nothing).present
+    assert found.plot() is not None
+
+
+def test_early_ascent_is_rarely_found_in_noise():
+    """The largest of 19 differences is positive by luck; the interval knows. At most 5% at level 0.95, ± 4 σ."""
+    rng = np.random.default_rng(0)
+    at = np.arange(20)
+    found = [
+        early_ascent(Curve(rng.exponential(size=(1, 64, 20)), at + 1, 0 * at), level=0.98).present
+        for _ in range(400)
+    ]
+    # One side of a 98% interval: 1%.
+    assert np.mean(found) <= 0.01 + 4 * np.sqrt(0.01 * 0.99 / 400)
+
+
+def test_two_tasks_in_a_row():
+    """A learner that forgets nothing is misled by the first task when the second begins."""
+    both = FewShot(dim=N, length=48, switch=24)
+    curve = control_curve(NewtonSchulz(LAM, steps=16), both, true_pairs_only=True, key=KEY, **SIZE)
+    assert list(curve.task) == [0] * 12 + [1] * 12
+    assert list(curve.pair) == [*range(1, 13)] * 2
+    loss = curve.loss.mean
+    assert loss[11] < 0.1 * loss[0]
+    assert loss[12] > loss[0]
+    assert loss[-1] < loss[12]
+    assert curve.plot() is not None
+
+
+def test_pairs_are_the_same_whatever_stands_between_them():
+    """A model that repeats its input pays ½‖y - x‖², with EOS and prefix as without."""
+    echo = jnp.ones(1, jnp.float32)
+    plain = regression_curve(lambda m, tokens: m * tokens, echo, TASK, key=KEY, **SIZE)
+    dressed = FewShot(dim=N, length=32, eos=True, prefix=2)
+    vectors = Vectors(jnp.zeros((1, N), jnp.float32), jnp.ones((1, 2, N), jnp.float32))
+    shown = regression_curve(lambda m, tokens: m * tokens, echo, dressed, vectors=vectors, key=KEY, **SIZE)
+    np.testing.assert_allclose(shown.losses, plain.losses[..., : shown.losses.shape[-1]], rtol=1e-6)
+
+
+OFFSETS = jnp.asarray(np.random.default_rng(1).standard_normal((2, N)), jnp.float32)
+
+
+def test_planted_eos():
+    """A model that predicts the previous token plus c: the best EOS is -c, for every model its own."""
+
+    def predict(offset, tokens):
+        return jnp.pad(tokens, ((0, 0), (1, 0), (0, 0)))[:, :-1] + offset
+
+    task = FewShot(dim=N, length=32, eos=True)
+    tuned = tune_eos(predict, OFFSETS, task, steps=400, rate=3e-2, key=KEY)
+    np.testing.assert_allclose(tuned.vectors.eos, -OFFSETS, atol=0.1)
+    assert tuned.losses[-50:].mean() < tuned.losses[:5].mean()
+    better = regression_curve(predict, OFFSETS, task, vectors=tuned.vectors, key=KEY, **SIZE)
+    worse = regression_curve(predict, OFFSETS, task, vectors=Vectors(eos=OFFSETS), key=KEY, **SIZE)
+    assert better.losses.mean() < worse.losses.mean()
+    assert tuned.plot() is not None
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_planted_prefix(eos):
+    """A model that predicts the first token plus c: one vector of the prefix is -c, and the others stay."""
+
+    def predict(offset, tokens):
+        return jnp.broadcast_to(tokens[:, :1] + offset, tokens.shape)
+
+    task = FewShot(dim=N, length=32, eos=eos, prefix=3)
+    given = jnp.zeros((2, N), jnp.float32) if eos else None
+    how = dict(eos=given, rate=3e-2, key=KEY, batch_size=64)
+    tuned = tune_prefix(predict, OFFSETS, task, steps=400, **how)
+    start = tune_prefix(predict, OFFSETS, task, steps=1, **how)
+    np.testing.assert_allclose(tuned.vectors.prefix[:, 0], -OFFSETS, atol=0.1)
+    np.testing.assert_array_equal(tuned.vectors.prefix[:, 1:], start.vectors.prefix[:, 1:])
+    assert tuned.vectors.eos is given
+
+
+def test_bad_input():
+    predict, model = (lambda m, tokens: m * tokens), jnp.ones(2, jnp.float32)
+    eos = FewShot(dim=N, length=12, eos=True)
+    with pytest.raises(ValueError, match=r"vectors.eos: the prompts have one, got none"):
+        regression_curve(predict, model, eos, key=KEY)
+    with pytest.raises(ValueError, match="tuned for 3 models, but there are 2"):
+        regression_curve(predict, model, eos, vectors=Vectors(eos=jnp.ones((3, N))), key=KEY)
+    with pytest.raises(ValueError, match="predictions for every token"):
+        regression_curve(lambda m, tokens: m * tokens[:, :3], model, TASK, key=KEY)
+    with pytest.raises(ValueError, match="with EOS and without a prefix"):
+        tune_eos(predict, model, TASK, key=KEY)
+    with pytest.raises(ValueError, match="with a prefix"):
+        tune_prefix(predict, model, eos, key=KEY)
+    with pytest.raises(ValueError, match="at least 4 sequences"):
+        early_ascent(Curve(np.ones((1, 2, 5)), np.arange(5), np.zeros(5)))
