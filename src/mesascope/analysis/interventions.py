@@ -326,7 +326,8 @@ def solver_from(
         """λ by seed and depth, on one batch."""
         errors = []
         for lam in lams:
-            guess = np.asarray(solve(query, previous, jnp.asarray(lam, query.dtype)))[..., :-1, :]
+            spread = jnp.full((*query.shape[:-3], 1, 1), lam, query.dtype)
+            guess = np.asarray(solve(query, previous, spread))[..., :-1, :]
             errors.append(np.mean((guess - now[:, 1:]) ** 2, (-1, -2, -3)))
         return np.asarray(lams)[np.argmin(np.where(np.isfinite(errors), errors, np.inf), 0)]
 
@@ -338,7 +339,7 @@ def solver_from(
         per_depth = jnp.asarray(lam, query.dtype)[..., None, None]
         guess = np.asarray(solve(query, previous, per_depth))
         late = np.asarray(delayed(jnp.asarray(now), 1))
-        own = np.asarray(solve(now, late, jnp.asarray(exact, now.dtype)))
+        own = np.asarray(solve(now, late, jnp.full((1, 1), exact, now.dtype)))
         loss.append(np.asarray(_loss(predictions, examples)))
         swapped.append(np.moveaxis(np.asarray(_loss(guess, examples)), 1, 2))
         solver.append(np.asarray(_loss(own, examples)))
