@@ -159,7 +159,7 @@ def test_twelve_scalars_are_an_objective():
     objective = circuits.mesa_objective(scalars)
     s = TASK.sample(jax.random.key(2), 4).observations.astype(jnp.float64)
     np.testing.assert_allclose(
-        objective.predictions(s), jax.vmap(lambda m: m(TOKENS(s).tokens))(models), atol=1e-10
+        objective.predictions(s), jax.jit(jax.vmap(lambda m: m(TOKENS(s).tokens)))(models), atol=1e-10
     )
     g, t = objective.weights[0], 6
     now = s[0, :-1]
@@ -172,7 +172,9 @@ def test_twelve_scalars_are_an_objective():
             for b in range(2)
         )
 
-    steps = [-jax.grad(loss)(jnp.zeros((N, N)), a) @ both[a, t] for a in range(2)]
+    steps = [
+        -jax.jit(jax.grad(lambda phi, a=a: loss(phi, a)))(jnp.zeros((N, N))) @ both[a, t] for a in range(2)
+    ]
     np.testing.assert_allclose(steps[0] + steps[1], objective.predictions(s)[0, 0, t], atol=1e-10)
 
 
