@@ -2,6 +2,7 @@
 
 `probes` asks what can be read linearly from activations (`targets` has what to look for), `binding` which tokens a
 layer brings together, `scores` how well a model learns in context and whether its predictions are those of an
-algorithm. All of them stream over sequences, take any function that returns named activations, and return frozen
-dataclasses of arrays with intervals and a `plot()`.
+algorithm. These stream over sequences and take any function that returns named activations. `circuits` reads products
+of named weights, `linearize` and `interventions` take a function that accepts `edit`, `few_shot` one from tokens to
+predictions. All return frozen dataclasses of arrays with intervals and a `plot()`.
 """
