@@ -351,8 +351,8 @@ def test_plots(tmp_path):
 
 @pytest.mark.claims
 def test_cost():
-    """All layers and times of the 7-layer model, 5 seeds and 5 untrained ones, 8192 sequences: within 60 s on two idle
-    cores, that is 120 s of their time, and 4 GB."""
+    """All layers and times of the 7-layer model, 5 seeds and 5 untrained ones, 8192 sequences: within 60 s and 4 GB on
+    two cores, which must have nothing else to do."""
     code = """
 import resource, time, jax
 from mesascope import preset
@@ -370,5 +370,5 @@ print(time.monotonic() - began, time.process_time() - used, peak)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     wall, processor, gigabytes = map(float, done.stdout.split())
-    assert min(wall, processor / 2) <= 60, f"{wall:.0f} s, {processor:.0f} s of processors"
+    assert wall <= 60, f"{wall:.0f} s, {processor:.0f} s of processors"
     assert gigabytes < 4
