@@ -73,7 +73,7 @@ def test_early_ascent(curves):
 
 
 def test_early_ascent_is_rarely_found_in_noise():
-    """The largest of 19 differences is positive by luck; the interval knows. One side of 98% is 1%, and 4 σ for luck."""
+    """The largest of 19 differences is positive by luck; the interval knows. One side of 98% is 1%, plus 4 σ."""
     rng = np.random.default_rng(0)
     at = np.arange(20)
     found = [
