@@ -20,7 +20,7 @@ def past(t):
         (Stacked(k=4), lambda t: [past(t - i) for i in range(4)]),
         (Stacked(k=9), lambda t: [past(t - i) for i in range(9)]),
     ],
-    ids=str,
+    ids=["standard", "three slots", "four slots", "stacked-1", "stacked-4", "stacked-9"],
 )
 def test_tokens(tokens, expected):
     examples = tokens(S)
