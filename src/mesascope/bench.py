@@ -387,7 +387,7 @@ def bench_ops(*, small: bool, gpu: bool, repeats: int, out: Path | None) -> Repo
         accuracy_table(console, report, time_steps=256, width=32, draws=2, lams=(1.0, 1e3))
     else:
         shapes = [(1024, 50, 20), (48, 1024, 64)]
-        shapes = [*shapes[:1], (384, 1024, 64), (128, 2048, 128)] if gpu else shapes
+        shapes = [*shapes[:1], (5120, 50, 20), (384, 1024, 64), (128, 2048, 128)] if gpu else shapes
         for shape in shapes:
             # Storing every H_t or R_t of the larger shapes takes tens of gigabytes.
             large = shape[0] * shape[1] * shape[2] ** 2 > 2**28

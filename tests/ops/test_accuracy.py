@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mesascope.bench import errors, exact64, in_groups, relative_error, sequences
+from mesascope.ops.methods import Pallas
 
 OPTIMIZED = True
 
@@ -21,7 +22,7 @@ LAMS = (1e-2, 1.0, 10.0, 1e3)
 TIMES = (1, 2, 63, 64, 100, 1024, 4096)
 WIDTHS = (1, 20, 64, 128, 384)
 NAMES = ("output", "∂q", "∂k", "∂v", "∂λ")
-OURS, CLASSICAL = "mesa, chunked", "autodiff of the scan"
+OURS, FUSED, CLASSICAL = "mesa, chunked", "mesa, fused kernels", "autodiff of the scan"
 
 
 def exact(inputs, lam):
@@ -31,10 +32,10 @@ def exact(inputs, lam):
     return in_groups(OURS, *(a.astype(np.float64) for a in (q, k, v)), lam, g.astype(np.float64))
 
 
-def assert_within_bound(kind, lam, time, width):
+def assert_within_bound(kind, lam, time, width, op=OURS):
     inputs = sequences(16, time, width, kind=kind)
     truth = exact(inputs, lam)
-    ours, classical = (errors(name, inputs, lam, truth) for name in (OURS, CLASSICAL))
+    ours, classical = (errors(name, inputs, lam, truth) for name in (op, CLASSICAL))
     for name, error, base in zip(NAMES, ours, classical, strict=True):
         # The classical recursion's gradient can be NaN; then its worst finite error is the measure.
         base = np.nanmax(classical) if np.isnan(base) else base
@@ -68,11 +69,14 @@ def test_at_most_four_times_the_classical_error(time, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("time", "width"), SHAPES)
-def test_the_same_on_a_gpu_with_default_matmul_settings(time, width):
+@pytest.mark.parametrize(
+    ("time", "width", "op"),
+    [(*s, op) for op in (OURS, FUSED) for s in SHAPES if op == OURS or s[1] <= Pallas.WIDEST],
+)
+def test_the_same_on_a_gpu_with_default_matmul_settings(time, width, op):
     assert jax.default_backend() == "gpu"
     for kind, lam in CELLS:
-        assert_within_bound(kind, lam, time, width)
+        assert_within_bound(kind, lam, time, width, op)
 
 
 @pytest.mark.parametrize(

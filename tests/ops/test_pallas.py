@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 
 from mesascope import mesa_attention
-from mesascope.bench import exact64, in_groups, relative_error, sequences
+from mesascope.bench import relative_error
 from mesascope.ops import pallas
 from mesascope.ops.sequence import Sequence
 from tests.helpers import assert_close, draw
-from tests.ops.test_accuracy import CELLS, CLASSICAL, NAMES
+from tests.ops.test_accuracy import CELLS, FUSED, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
-
-PALLAS = "mesa, fused kernels"
 
 
 def sequence(time, width, *, decays=False, runs=False, state=False):
@@ -95,24 +93,6 @@ def test_never_nan(time, key):
             assert all(jax.tree.leaves(finite)), (kind, lam, size, finite)
 
 
-def assert_within_bound(time, width, cells):
-    for kind, lam in cells:
-        inputs = sequences(16, time, width, kind=kind)
-        q, k, v, g = inputs
-        truth = exact64(q, k, v, lam, g)
-        scale = float(np.linalg.norm(g))
-        for name, ours, classical, exact in zip(
-            NAMES,
-            in_groups(PALLAS, q, k, v, lam, g),
-            in_groups(CLASSICAL, q, k, v, lam, g),
-            truth,
-            strict=True,
-        ):
-            error, base = (relative_error(a, exact, zero=scale) for a in (ours, classical))
-            assert error <= max(4 * base, 2e-6), f"{kind} λ={lam} {name}: {error:.1e}, classical {base:.1e}"
-            assert kind != "unit" or lam > 10 or error <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("time", "width"),
     [
@@ -123,23 +103,13 @@ def assert_within_bound(time, width, cells):
     ],
 )
 def test_at_most_four_times_the_classical_error(time, width):
-    assert_within_bound(time, width, CELLS)
+    """Interpreted; test_accuracy.py has every shape for the compiled kernels."""
+    for kind, lam in CELLS:
+        assert_within_bound(kind, lam, time, width, FUSED)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("time", "width"), [(1, 1), (2, 20), (63, 64), (50, 20), (100, 1), (100, 128), (1024, 20), (1024, 64)]
-)
-def test_the_same_compiled(time, width):
-    assert jax.default_backend() == "gpu"
-    assert_within_bound(time, width, CELLS)
-
-
-@pytest.mark.gpu
-# (Stronger decay would leave fewer pairs than 64 channels: a problem that float32 cannot solve.)
-@pytest.mark.parametrize("features", [{}, {"log_decay": 0.01, "beta": True}, {"segments": True}], ids=str)
-@pytest.mark.parametrize(("time", "width"), [(50, 20), (200, 20), (150, 64)])
-def test_compiled_kernels_equal_the_chunked_method(time, width, features):
+def assert_equal_to_the_definition(time, width, features):
+    """Outputs, states and gradients in float32, against dense solves in float64."""
     a = draw(lead=(3,), time=time, key=width, value=width, dtype=np.float32, **features)
     fixed = {"segment_ids": a.pop("segment_ids")} if "segment_ids" in a else {}
 
@@ -150,7 +120,28 @@ def test_compiled_kernels_equal_the_chunked_method(time, width, features):
         )
         return out, state.covariance, state.weights, pull((jnp.cos(out), jax.tree.map(jnp.ones_like, state)))
 
-    assert_close(outcome(a, "pallas"), outcome(a, "chunked"), scale=10)
+    exact = outcome({n: x.astype(jnp.float64) for n, x in a.items()}, "reference")
+    assert_close(outcome(a, "pallas"), exact, scale=10)
+
+
+FEATURES = pytest.mark.parametrize(
+    "features", [{}, {"log_decay": 0.1, "beta": True}, {"segments": True}], ids=["plain", "gated", "segments"]
+)
+
+
+@pytest.mark.slow
+@FEATURES
+@pytest.mark.parametrize(("time", "width"), [(50, 20), (200, 20), (150, 64)])
+def test_single_precision_equals_the_definition(time, width, features):
+    assert_equal_to_the_definition(time, width, features)
+
+
+@pytest.mark.gpu
+@FEATURES
+@pytest.mark.parametrize(("time", "width"), [(50, 20), (200, 20), (150, 64)])
+def test_compiled_kernels_equal_the_definition(time, width, features):
+    assert jax.default_backend() == "gpu"
+    assert_equal_to_the_definition(time, width, features)
 
 
 def test_half_precision_is_computed_in_single():
