@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,13 +113,15 @@ def test_stopping_and_going_on_changes_nothing(tmp_path):
     assert contents(run) == contents(undisturbed)
 
 
-def command(*extra: str, where: Path) -> list[str]:
-    config = (
-        "train linear-1 --task.state-dim 2 --task.length 4 --model.token-dim 8 --model.output-dim 2 --model.masked 4 "
-        "--model.blocks.0.heads 1 --model.blocks.0.key-dim 2 --train.batch-size 2 --train.eval-batch-size 4 "
-        "--train.eval-batches 2 --train.final-sequences 8 --seeds 2 --train.eval-every 500"
-    )
-    return [sys.executable, "-m", "mesascope.cli", *config.split(), "--runs", str(where), *extra]
+TINY = (
+    "linear-1 --task.state-dim 2 --task.length 4 --model.token-dim 8 --model.output-dim 2 --model.masked 4 "
+    "--model.blocks.0.heads 1 --model.blocks.0.key-dim 2 --train.batch-size 2 --train.eval-batch-size 4 "
+    "--train.eval-batches 2 --train.final-sequences 8 --seeds 2 --train.eval-every 500"
+)
+
+
+def command(*extra: str, where: Path, what: str = TINY) -> list[str]:
+    return [sys.executable, "-m", "mesascope.cli", "train", *what.split(), "--runs", str(where), *extra]
 
 
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -180,6 +183,30 @@ def test_killed_at_any_moment(tmp_path, kills):
     assert contents(find("linear-1", runs=tmp_path / "killed")) == contents(
         find("linear-1", runs=tmp_path / "whole")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["softmax-7", "hybrid-mesa"])
+def test_killed_on_a_gpu(tmp_path, name):
+    """Models of the paper at their own size. The third process compiles nothing that the first has compiled."""
+    what = f"{name} --train.steps 1500 --train.eval-every 300 --save-seconds 0.2"
+
+    def process(where: Path) -> subprocess.Popen:
+        return subprocess.Popen(command(where=where, what=what))
+
+    killed = process(tmp_path / "killed")
+    for _ in range(1800):
+        time.sleep(0.1)
+        if last_step(tmp_path / "killed") > 300:
+            break
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert process(tmp_path / "killed").wait() == 0
+    shutil.copytree(tmp_path / "killed" / ".compiled", tmp_path / "whole" / ".compiled")
+    assert process(tmp_path / "whole").wait() == 0
+    ends = [find(name, runs=tmp_path / where) for where in ("killed", "whole")]
+    assert "(gpu)" in ends[0].provenance["device"]
+    assert contents(ends[0]) == contents(ends[1])
 
 
 def test_a_full_disk(tmp_path):

@@ -134,7 +134,7 @@ class Train:
 
         from mesascope import sinks
         from mesascope.presets import preset
-        from mesascope.runs import Run, Sink, fit
+        from mesascope.runs import Run, Sink, fit, keep_compiled
         from mesascope.store import with_field
 
         config = preset(self.preset, self.variant) if config is None else config
@@ -145,6 +145,7 @@ class Train:
         chosen: list[Callable[[Run, int], Sink]] = [sinks.TensorBoard] if self.tensorboard else []
         if self.wandb is not None:
             chosen.append(partial(sinks.WeightsAndBiases, self.wandb))
+        keep_compiled(self.runs)
         began = time.monotonic()
         run = fit(
             config,

@@ -153,6 +153,7 @@ def _full(
         layer_norm=not as_run,
         clip=clip if as_run else None,
         init_std=init_std,
+        tf32=True,
     )
     train = TrainConfig(
         steps=steps,

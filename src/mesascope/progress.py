@@ -119,6 +119,7 @@ class Bar:
 
 def _print(console: Console, text: str) -> None:
     console.print(escape(text), highlight=False, soft_wrap=True)
+    console.file.flush()  # so that a log file is as far as the run
 
 
 def spread(loss: np.ndarray) -> str:

@@ -12,8 +12,8 @@ A run is a directory named by its configuration:
       timing.json            how long it took, and how much of that the host cost
       result.json            losses on fresh sequences; written last, so a run that has it is finished
 
-The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bits. (Tested on
-CPUs. On a GPU a new process may choose other kernels, and then the last digits differ.)
+The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bits. (On a GPU that
+needs the compiled programs too: see `keep_compiled`.)
 """
 
 import fcntl
@@ -277,6 +277,18 @@ def fit(
             for sink in opened:
                 sink.close()
     return run
+
+
+def keep_compiled(runs: str | Path) -> None:
+    """Let JAX keep its compiled programs beside the runs, where the device is a GPU.
+
+    There the compiler times several kernels and takes the fastest, so that two processes that compile the same program
+    may round differently. What one of them kept, the other loads: a run that goes on makes the very same steps. It
+    also begins sooner. A cache that has been set up already (`JAX_COMPILATION_CACHE_DIR`) is used as it is.
+    """
+    if jax.default_backend() == "gpu" and jax.config.jax_compilation_cache_dir is None:  # pyright: ignore
+        jax.config.update("jax_compilation_cache_dir", str(Path(runs).absolute() / ".compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @lru_cache(maxsize=4)
