@@ -24,11 +24,14 @@ LAYERS = [
     "presets",
     "store",
     "progress",
+    "released",
     "runs",
     "sinks",
     "show",
     "bench",
     "bench_train",
+    "experiments",
+    "report",
     "cli",
 ]
 

@@ -20,12 +20,7 @@ from mesascope.bench import Report, machine
 from mesascope.models import Softmax, Transformer, positions
 from mesascope.presets import preset
 from mesascope.runs import fit
-from mesascope.training import Config, Constant, Trainer, descend, half_squared_errors
-
-
-def with_train(config: Config, **changes: Any) -> Config:
-    """The configuration with some of its training fields changed."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+from mesascope.training import Config, Constant, Trainer, descend, half_squared_errors, with_train
 
 
 def step_milliseconds(configs: dict[str, Config], *, repeats: int) -> dict[str, np.ndarray]:

@@ -98,10 +98,73 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Regenerate what the project claims. For now: the operation's speed and accuracy at small shapes."""
+    """Regenerate figures of the paper and hold them to its claims. Exit status 1: a claim is not as committed."""
+
+    figures: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Which, such as `fig4 fig7`; all of them unless given."""
+    preset: Literal["smoke", "released", "quick", "paper"] = "released"
+    """From released weights; or trained here: `quick` at reduced scale, `paper` with five seeds (a GPU), `smoke` to
+    see that it runs."""
+    out: Path = Path("report")
+    """Directory of figures, arrays and claims."""
+    runs: Path = Path("runs")
+    """Directory of trained models."""
+    fresh: bool = False
+    """Compute finished pieces again; trained models stay."""
+    max_minutes: float | None = None
+    """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
+    publish: Path | None = None
+    """Also write arrays, figures and claims into this directory (`results`)."""
 
     def run(self) -> None:
-        BenchOps(small=True, repeats=7).run()
+        from rich.console import Console
+
+        from mesascope.experiments.lab import SCALES
+        from mesascope.experiments.reproduce import OutOfTimeError, against_committed, publish, reproduce
+        from mesascope.runs import keep_compiled
+
+        console = Console()
+        keep_compiled(self.runs)
+        try:
+            outcomes = reproduce(
+                self.figures,
+                scale=SCALES[self.preset],
+                out=self.out,
+                run_directory=self.runs,
+                fresh=self.fresh,
+                max_minutes=self.max_minutes,
+                console=console,
+            )
+        except OutOfTimeError as stopped:
+            console.print(f"{stopped} The same command goes on from here.", highlight=False)
+            sys.exit(75)
+        if self.publish is not None:
+            publish(outcomes, self.publish)
+        elif self.preset in ("released", "paper"):
+            different = against_committed(outcomes)
+            for line in different:
+                console.print(line, style="red", highlight=False)
+            sys.exit(1 if different else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Draw figures again from what `mesascope reproduce` computed."""
+
+    figures: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Which; all of them unless given."""
+    preset: Literal["smoke", "released", "quick", "paper"] = "released"
+    """The preset that they were computed with."""
+    out: Path = Path("report")
+    """Directory of figures and arrays."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from mesascope.experiments.lab import SCALES
+        from mesascope.experiments.reproduce import redraw
+
+        redraw(self.figures, scale=SCALES[self.preset], out=self.out, console=Console())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +260,7 @@ Command = (
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Plot, tyro.conf.subcommand("plot")]
 )
 
 

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from mesascope import __version__, store
+from mesascope import __version__, released, store
 from mesascope.models import Transformer
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
@@ -477,6 +477,12 @@ def _interrupts() -> Iterator[list[int]]:
 
 def provenance(config: Config) -> dict[str, Any]:
     """What a run is being made with."""
+    tf32 = config.model.tf32 and jax.default_backend() == "gpu"
+    return made_with() | {"precision": "tf32 projections" if tf32 else "float32", "command": sys.argv}
+
+
+def made_with() -> dict[str, Any]:
+    """This program, its libraries and this machine's device."""
     libraries = ("jax", "jaxlib", "equinox", "optax", "numpy", "safetensors")
     device = jax.devices()[0]
     return {
@@ -486,9 +492,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "libraries": {name: importlib.metadata.version(name) for name in libraries},
         "device": f"{device.device_kind} ({device.platform})",
-        "precision": "tf32 projections" if config.model.tf32 and device.platform == "gpu" else "float32",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
     }
 
 
@@ -576,8 +580,16 @@ def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -
     """A trained model and its configuration.
 
     Args:
-        run_or_name: a run's directory, or its name (or how it begins) in `runs`.
+        run_or_name: a run's directory, or its name (or how it begins) in `runs`; if there is none, the model of that
+            name that comes with the repository.
         seed: which of its models.
     """
-    run = find(run_or_name, runs=runs)
+    try:
+        run = find(run_or_name, runs=runs)
+    except RunError:
+        path = released.weights_path(str(run_or_name))
+        if seed != 0 or not path.exists():
+            raise
+        models, config = released.read_model(path)
+        return jax.tree.map(lambda leaf: leaf[0], models), config
     return run.model(seed), run.config

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
@@ -72,8 +73,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     return _open(path)[1]
 
 
-def read_arrays(path: Path, like: T) -> T:
-    """The arrays back in a tree like the one given (of arrays or of shapes)."""
+def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:
+    """The arrays back in a tree like the one given (of arrays or of shapes); with `any_float`, of any precision."""
     arrays, _ = _open(path)
     wanted = _named(like)
     for name in sorted(wanted.keys() ^ arrays.keys()):
@@ -81,9 +82,13 @@ def read_arrays(path: Path, like: T) -> T:
         raise StoreError(f"{path}: the array {name!r} {whose}. Is it of another model or another version?")
     for name, leaf in wanted.items():
         expected, got = (leaf.shape, leaf.dtype), (arrays[name].shape, arrays[name].dtype)
-        if expected != got:
+        if expected != got and not (any_float and expected[0] == got[0] and _is_float(got[1])):
             raise StoreError(f"{path}: {name!r} is {got}, expected {expected}. Is it of another model?")
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _open(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -9,9 +9,9 @@ that gradient descent tunes.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,11 @@ class Config:
     def examples(self, key: PRNGKeyArray, batch_size: int) -> Examples:
         """Fresh sequences, as the model is shown them."""
         return self.tokens(self.task.sample(key, batch_size).observations)
+
+
+def with_train(config: Config, **changes: Any) -> Config:
+    """The configuration with some of its training fields changed."""
+    return replace(config, train=replace(config.train, **changes))
 
 
 def half_squared_errors(

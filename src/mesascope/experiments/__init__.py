@@ -1,0 +1,21 @@
+"""One file for each figure of the paper."""
+
+import importlib
+
+from mesascope.experiments.base import Experiment
+
+# Figure by figure, and the file that has it.
+_FILES = {"fig4": "fig4"}
+
+
+def names() -> list[str]:
+    """The figures there are."""
+    return list(_FILES)
+
+
+def experiment(name: str) -> Experiment:
+    """A figure by its id."""
+    if name not in _FILES:
+        raise ValueError(f"figure: there is no {name!r}. There are: {', '.join(_FILES)}.")
+    module = importlib.import_module(f"mesascope.experiments.{_FILES[name]}")
+    return module.EXPERIMENTS[name]

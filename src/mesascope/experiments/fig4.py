@@ -1,0 +1,1 @@
+"""Linear attention is gradient descent: figure 4."""

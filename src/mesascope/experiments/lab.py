@@ -1,0 +1,213 @@
+"""Where the experiments get their models from, and at which size they run.
+
+lab = Lab(SCALES["quick"])
+lab.trained("softmax-7").models       # trained, found trained, or released, as the scale has it
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+from rich.console import Console
+
+from mesascope import released, store
+from mesascope.models import Transformer
+from mesascope.presets import Variant, preset
+from mesascope.runs import Run, fit
+from mesascope.tasks import Examples
+from mesascope.training import Config, Trainer, with_train
+
+
+class NotReleasedError(LookupError):
+    """Something that does not come with the repository: its figures are drawn from stored arrays."""
+
+
+class OutOfTimeError(RuntimeError):
+    """The time given is up. The same command goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """The size at which experiments run.
+
+    Attributes:
+        seeds: models of each kind; None for the presets' five.
+        steps: part of the presets' training steps.
+        batch_size: of training at most; None for the presets'.
+        sequences: for losses, attention maps and distances.
+        probe_sequences: for probes, half of them to fit.
+        tune_steps: when an algorithm's coefficients are tuned on the task.
+        prompt_steps: when tokens of a prompt are tuned.
+        distill_steps: when a layer is distilled.
+        trained: whether models have been trained to the end, so that claims about them can be tested.
+        from_released: whether models come with the repository.
+    """
+
+    name: Literal["smoke", "quick", "released", "paper"]
+    seeds: int | None
+    steps: float = 1.0
+    batch_size: int | None = None
+    sequences: int
+    probe_sequences: int
+    tune_steps: int
+    prompt_steps: int
+    distill_steps: int
+    trained: bool = True
+    from_released: bool = False
+
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale(name="smoke", seeds=2, steps=0.0, batch_size=4, sequences=16, probe_sequences=512,
+              tune_steps=2, prompt_steps=2, distill_steps=2, trained=False),
+        Scale(name="quick", seeds=2, steps=0.1, batch_size=64, sequences=1024, probe_sequences=2048,
+              tune_steps=300, prompt_steps=300, distill_steps=500, trained=False),
+        Scale(name="released", seeds=1, sequences=4096, probe_sequences=4096,
+              tune_steps=1500, prompt_steps=2000, distill_steps=2000, from_released=True),
+        Scale(name="paper", seeds=None, sequences=4096, probe_sequences=8192,
+              tune_steps=1500, prompt_steps=5000, distill_steps=15_000),
+    )
+}  # fmt: skip
+
+# What `released` trains before the reader's eyes.
+LIVE = ("interpolation-1",)
+
+
+class Trained:
+    """Models of one kind, and what is known about their training."""
+
+    def __init__(self, config: Config, models: Transformer, run: Run | None):
+        self.config, self.models, self.run = config, models, run
+
+    @cached_property
+    def untrained(self) -> Transformer:
+        """As they were before training, at least two."""
+        seeds = max(2, self.config.train.seeds)
+        return Trainer(with_train(self.config, seeds=seeds)).start().models
+
+    def metrics(self) -> tuple[Float[np.ndarray, " step"], Float[np.ndarray, "seed step"]]:
+        """Steps, and the loss on held-out sequences at each.
+
+        Raises:
+            NotReleasedError: only the trained weights are here.
+        """
+        if self.run is None:
+            raise NotReleasedError(f"the training curve of {self.config.name}")
+        metrics = self.run.metrics()
+        return metrics["step"], metrics["eval_loss"].T
+
+    def kept(self) -> dict[int, Transformer]:
+        """Models along training, by step.
+
+        Raises:
+            NotReleasedError: only the trained weights are here.
+        """
+        if self.run is None:
+            raise NotReleasedError(f"the weights of {self.config.name} along training")
+        return self.run.kept()
+
+    @property
+    def sample(self) -> Callable[[PRNGKeyArray, int], Examples]:
+        """Fresh sequences of its task, as the models are shown them."""
+        return jax.jit(self.config.examples, static_argnums=1)
+
+    @property
+    def observations(self) -> Callable[[PRNGKeyArray, int], Float[Array, "batch time+1 obs"]]:
+        """Fresh sequences of its task."""
+        return jax.jit(lambda key, count: self.config.task.sample(key, count).observations, static_argnums=1)
+
+
+class Lab:
+    """Models for the experiments.
+
+    Attributes:
+        inputs: digests of all models that were asked for, by name.
+    """
+
+    def __init__(
+        self,
+        scale: Scale,
+        *,
+        runs: Path = Path("runs"),
+        deadline: float | None = None,
+        console: Console | None = None,
+    ):
+        self.scale, self.runs, self.deadline, self.console = scale, Path(runs), deadline, console
+        self.inputs: dict[str, str] = {}
+
+    def config(self, name: str, variant: Variant = "as_run") -> Config:
+        """A preset at this scale."""
+        config, scale = preset(name, variant), self.scale
+        train = config.train
+        steps = max(6, round(scale.steps * train.steps))
+        changes = (
+            {}
+            if steps == train.steps
+            else {"steps": steps, "eval_every": max(2, train.eval_every * steps // train.steps)}
+        )
+        if scale.seeds is not None:
+            changes["seeds"] = scale.seeds
+        if scale.batch_size is not None:
+            changes["batch_size"] = min(scale.batch_size, train.batch_size)
+        if scale.name == "smoke":
+            changes |= {"eval_batches": 1, "eval_batch_size": 4, "final_sequences": 4}
+        if train.keep_every is not None and steps < train.steps:
+            changes["keep_every"] = max(2, train.keep_every * steps // train.steps)
+        return with_train(config, **changes)
+
+    def trained(self, name: str, variant: Variant = "as_run") -> Trained:
+        """The models of a preset: trained now, found trained, or released.
+
+        Raises:
+            OutOfTimeError: training has been stopped and goes on with the next call.
+            NotReleasedError: at the scale "released", of a model that is not.
+        """
+        self.check_time()
+        if self.scale.from_released and name not in LIVE:
+            path = released.weights_path(name, variant)
+            if not path.exists():
+                raise NotReleasedError(f"the weights of {name}")
+            self._note(f"released/{path.stem}")
+            models, config = released.read_model(path)
+            return Trained(config, models, None)
+        run = fit(
+            self.config(name, variant), runs=self.runs, max_minutes=self.minutes_left, console=self.console
+        )
+        if not run.finished:
+            raise OutOfTimeError(f"stopped while training {name} ({variant}).")
+        self._note(f"runs/{run.path.name}")
+        return Trained(run.config, run.models(), run)
+
+    def digest(self, name: str) -> str | None:
+        """Of a model's weights, by its name in `inputs`; None if there are none."""
+        where, _, name = name.partition("/")
+        folder = released.directory() / "weights"
+        path = (
+            folder / f"{name}.safetensors"
+            if where == "released"
+            else self.runs / name / "weights.safetensors"
+        )
+        return store.read_metadata(path)["sha256"] if path.exists() else None
+
+    def _note(self, name: str) -> None:
+        self.inputs[name] = self.digest(name) or ""
+
+    @property
+    def minutes_left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, (self.deadline - time.monotonic()) / 60)
+
+    def check_time(self) -> None:
+        """Between two things that take a while.
+
+        Raises:
+            OutOfTimeError: the time given is up.
+        """
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfTimeError("the time given is up.")

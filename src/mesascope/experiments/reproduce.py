@@ -1,0 +1,226 @@
+"""`mesascope reproduce`: compute what is missing, draw it, hold it to the claims."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mesascope import experiments, released, runs, store
+from mesascope.experiments import results
+from mesascope.experiments.base import Experiment
+from mesascope.experiments.claims import differences
+from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError, Scale
+from mesascope.experiments.panels import Curves, Drawing, Maps, Panel, draw
+from mesascope.experiments.results import Arrays, Result
+from mesascope.store import StoreError
+
+STYLES = {"holds": "green", "fails": "red", "not testable at this preset": "dim"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """A figure that has been computed."""
+
+    experiment: Experiment
+    result: Result
+    panels: tuple[Panel, ...]
+    claims: tuple[dict[str, Any], ...]
+
+
+def reproduce(
+    names: Sequence[str] = (),
+    *,
+    scale: Scale = SCALES["released"],
+    out: Path = Path("report"),
+    run_directory: Path = Path("runs"),
+    fresh: bool = False,
+    max_minutes: float | None = None,
+    console: Console,
+) -> list[Outcome]:
+    """Compute figures, as far as they are not there yet; draw them; print and write their claims.
+
+    Args:
+        names: of figures; none for all.
+        out: directory of what is made; each scale has its own folder in it.
+        run_directory: where trained models are kept.
+        fresh: compute finished pieces again (trained models stay).
+        max_minutes: stop cleanly after so many.
+
+    Raises:
+        OutOfTimeError: what was finished is kept, and the same call goes on.
+    """
+    deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+    lab = Lab(scale, runs=run_directory, deadline=deadline, console=console)
+    folder = out / scale.name
+    outcomes = []
+    for name in names or experiments.names():
+        experiment = experiments.experiment(name)
+        began = time.monotonic()
+        console.print(f"[bold]{name}[/] {escape(experiment.shows)}", highlight=False)
+        outcomes.append(_outcome(experiment, compute(experiment, lab, folder, fresh=fresh), scale))
+        draw_to(outcomes[-1], folder / "figures")
+        console.print(f"  {time.monotonic() - began:.0f} s", style="dim", highlight=False)
+    found = [claim for outcome in outcomes for claim in outcome.claims]
+    store.write_json(folder / "claims.json", found)
+    print_claims(found, console)
+    return outcomes
+
+
+def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = False) -> Result:
+    """All arrays of a figure: kept pieces, new ones, and where models are not released, stored ones."""
+    stored, stored_about = _stored(experiment.id) if lab.scale.from_released else ({}, {})
+    arrays: Arrays = {}
+    origin, about = {}, {}
+    for name, piece in experiment.pieces.items():
+        path = folder / "pieces" / f"{experiment.id}.{name}"
+        found = None if fresh else _kept(path, lab)
+        if found is None:
+            lab.check_time()
+            lab.inputs = {}
+            began = time.monotonic()
+            try:
+                new = piece(lab)
+            except NotReleasedError as missing:
+                part = stored_about.get("pieces", {}).get(name)
+                if part is None:
+                    raise StoreError(
+                        f"{experiment.id}: {missing} does not come with the repository, and neither do the arrays "
+                        f"of the piece {name!r}. `--preset quick` or `--preset paper` computes them."
+                    ) from None
+                arrays |= {n: stored[n] for n in part["arrays"]}
+                origin |= dict.fromkeys(part["arrays"], "stored")
+                about[name] = part
+                continue
+            made = {
+                "arrays": list(new),
+                "scale": asdict(lab.scale),
+                "inputs": dict(lab.inputs),
+                "seconds": round(time.monotonic() - began, 1),
+                "made": runs.made_with(),
+            }
+            results.write(path, new, made)
+            found = new, made
+        new, about[name] = found
+        arrays |= new
+        origin |= dict.fromkeys(new, "recomputed")
+    if stored:
+        arrays = results.spliced({n: stored[n] for n in arrays if n in stored}, arrays)
+    return Result(figure=experiment.id, arrays=arrays, origin=origin, about=about)
+
+
+def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -> list[Outcome]:
+    """Draw figures again from what was computed, and compute nothing."""
+    outcomes = []
+    for name in names or experiments.names():
+        experiment = experiments.experiment(name)
+        arrays, about = {}, {}
+        for piece in experiment.pieces:
+            path = out / scale.name / "pieces" / f"{name}.{piece}"
+            new, about[piece] = results.read(path) if path.with_suffix(".json").exists() else ({}, {})
+            arrays |= new
+        stored, _ = _stored(name) if scale.from_released else ({}, {})
+        origin = {n: "recomputed" if n in arrays else "stored" for n in {*arrays, *stored}}
+        whole = results.spliced(stored, arrays)
+        if not whole:
+            raise StoreError(
+                f"{name} has not been computed: mesascope reproduce {name} --preset {scale.name}"
+            )
+        result = Result(figure=name, arrays=whole, origin=origin, about=about)  # pyright: ignore[reportArgumentType]
+        outcomes.append(_outcome(experiment, result, scale))
+        for path in draw_to(outcomes[-1], out / scale.name / "figures"):
+            console.print(str(path), highlight=False)
+    return outcomes
+
+
+def publish(outcomes: Sequence[Outcome], directory: Path) -> None:
+    """Into `results/`: arrays, figures and claims. Claims of figures that are not among these stay."""
+    for outcome in outcomes:
+        about = {"pieces": dict(outcome.result.about)}
+        results.write(directory / "arrays" / outcome.experiment.id, outcome.result.arrays, about)
+        draw_to(outcome, directory / "figures")
+    path = directory / "claims.json"
+    there = {claim["id"]: claim for claim in (store.read_json(path) if path.exists() else [])}
+    there |= {claim["id"]: claim for outcome in outcomes for claim in outcome.claims}
+    store.write_json(path, list(there.values()))
+
+
+def against_committed(outcomes: Sequence[Outcome]) -> list[str]:
+    """Where the claims are not what the repository says."""
+    path = released.directory() / "claims.json"
+    found = [claim for outcome in outcomes for claim in outcome.claims]
+    return differences(found, store.read_json(path) if path.exists() else [])
+
+
+def draw_to(outcome: Outcome, folder: Path) -> list[Path]:
+    """The figure as PNG and PDF; a drawing as SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    drawn = [panel for panel in outcome.panels if isinstance(panel, Curves | Maps)]
+    for panel in outcome.panels:
+        if isinstance(panel, Drawing):
+            paths.append(folder / f"{outcome.experiment.id}.svg")
+            store.write(paths[-1], panel.svg.encode())
+    if drawn:
+        import matplotlib.pyplot as plt
+
+        figure = draw(drawn)
+        for kind in ("png", "pdf"):
+            paths.append(folder / f"{outcome.experiment.id}.{kind}")
+            # No date, so that the same numbers make the same bytes.
+            figure.savefig(paths[-1], metadata={"CreationDate": None} if kind == "pdf" else None, dpi=120)
+        plt.close(figure)
+    return paths
+
+
+def print_claims(claims: Sequence[dict[str, Any]], console: Console) -> None:
+    """The table of claims."""
+    table = Table(title="claims")
+    for column in ("", "claim", "threshold", "authors", "ours", "verdict"):
+        table.add_column(column, overflow="fold")
+    for claim in claims:
+        ours = "" if claim["ours"] is None else f"{claim['ours']:.4g}"
+        if claim["interval"]:
+            ours += f" ({claim['interval'][0]:.4g} to {claim['interval'][1]:.4g})"
+        authors = "" if claim["authors"] is None else f"{claim['authors']:.4g}"
+        verdict = f"[{STYLES[claim['verdict']]}]{claim['verdict']}[/]"
+        table.add_row(
+            claim["id"], escape(claim["claim"]), escape(claim["expected"]), authors, escape(ours), verdict
+        )
+    console.print(table)
+
+
+def _outcome(experiment: Experiment, result: Result, scale: Scale) -> Outcome:
+    claims = tuple(claim.to_dict(trained=scale.trained) for claim in experiment.claims(result))
+    return Outcome(
+        experiment=experiment, result=result, panels=tuple(experiment.panels(result)), claims=claims
+    )
+
+
+def _stored(name: str) -> tuple[Arrays, dict[str, Any]]:
+    path = released.directory() / "arrays" / name
+    return results.read(path) if path.with_suffix(".json").exists() else ({}, {})
+
+
+def _kept(path: Path, lab: Lab) -> tuple[Arrays, dict[str, Any]] | None:
+    """A piece that was finished before, at this scale and from these very models."""
+    if not path.with_suffix(".json").exists():
+        return None
+    try:
+        arrays, about = results.read(path)
+    except StoreError as damaged:
+        if lab.console is not None:
+            lab.console.print(f"{escape(str(damaged))} It is computed again.", highlight=False)
+        return None
+    same = json.dumps(about.get("scale"), sort_keys=True) == json.dumps(asdict(lab.scale), sort_keys=True)
+    if not same or any(lab.digest(name) != digest for name, digest in about.get("inputs", {}).items()):
+        return None
+    return arrays, about
+
+
+__all__ = ["OutOfTimeError", "Outcome", "against_committed", "publish", "redraw", "reproduce"]

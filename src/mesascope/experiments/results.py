@@ -1,0 +1,100 @@
+"""Numbers behind figures: named arrays with named axes, kept as npz and json."""
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mesascope import store
+from mesascope.analysis.results import Estimate, unknown
+from mesascope.experiments.panels import Origin
+from mesascope.store import StoreError
+
+
+class Named(NamedTuple):
+    """An array and the names of its axes; "seed", where there is one, is the first."""
+
+    values: np.ndarray
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Any, *axes: str) -> "Named":
+        """Checked, and as numpy has it."""
+        values = np.asarray(values)
+        if values.ndim != len(axes) or "seed" in axes[1:]:
+            raise ValueError(f"axes: expected {values.ndim} names, 'seed' only as the first, got {axes}.")
+        return cls(values, axes)
+
+    @classmethod
+    def estimate(cls, found: Estimate) -> "Named":
+        """The values by seed of what a tool of the scope found."""
+        return cls.of(found.values, *found.axes)
+
+
+Arrays = dict[str, Named]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result:
+    """All arrays of a figure.
+
+    Attributes:
+        origin: for each array, whether it was computed just now or comes with the repository.
+        about: by piece, how it was made.
+    """
+
+    figure: str
+    arrays: Mapping[str, Named]
+    origin: Mapping[str, Origin]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.arrays:
+            raise KeyError(unknown("array", name, self.arrays))
+        return self.arrays[name].values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+
+def write(path: Path, arrays: Mapping[str, Named], about: Mapping[str, Any]) -> None:
+    """`path`.npz and `path`.json; the second last, so that a pair that is there is whole."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: array.values for name, array in arrays.items()})  # pyright: ignore
+    store.write(path.with_suffix(".npz"), buffer.getvalue())
+    axes = {name: list(array.axes) for name, array in arrays.items()}
+    store.write_json(path.with_suffix(".json"), {"axes": axes, **about})
+
+
+def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
+    """What `write` wrote.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    about = store.read_json(path.with_suffix(".json"))
+    try:
+        with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:
+            arrays = {name: Named.of(file[name], *axes) for name, axes in about.pop("axes").items()}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, json.JSONDecodeError) as error:
+        raise StoreError(f"{path.with_suffix('.npz')} is missing or damaged ({error}).") from error
+    return arrays, about
+
+
+def spliced(stored: Mapping[str, Named], recomputed: Mapping[str, Named], seed: int = 0) -> Arrays:
+    """Stored arrays of all seeds in which one seed, and what has no seeds, is as it was computed again."""
+    whole = dict(stored)
+    for name, new in recomputed.items():
+        old = stored.get(name)
+        if old is None or "seed" not in new.axes or old.values.shape[1:] != new.values.shape[1:]:
+            whole[name] = new
+            continue
+        values = np.array(old.values)
+        values[seed] = new.values[0]
+        whole[name] = Named(values, old.axes)
+    return whole

@@ -1,0 +1,54 @@
+"""What comes with the repository: one trained model of each kind, the arrays behind the figures, the claims."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from mesascope import store
+from mesascope.models import Transformer
+from mesascope.training import Config, Trainer, with_train
+
+PACKAGE = Path(__file__).parent
+
+
+@cache
+def directory() -> Path:
+    """`results/` of the checkout, or its copy in an installed package."""
+    checkout = PACKAGE.parents[1] / "results"
+    return checkout if checkout.is_dir() else PACKAGE / "results"
+
+
+def weights_path(name: str, variant: str = "as_run") -> Path:
+    """Where a released model's weights are, whether or not there are any."""
+    return directory() / "weights" / f"{name}{'' if variant == 'as_run' else '.' + variant}.safetensors"
+
+
+def names() -> list[str]:
+    """The released models."""
+    return sorted(path.stem for path in (directory() / "weights").glob("*.safetensors"))
+
+
+def write_model(
+    path: Path, models: Transformer, config: Config, *, seed: int = 0, half: bool = False
+) -> None:
+    """One of the trained models, without the others.
+
+    Args:
+        half: as bfloat16, half the size.
+    """
+    kind = ml_dtypes.bfloat16 if half else np.float32
+    one = jax.tree.map(lambda leaf: np.asarray(leaf[seed : seed + 1]).astype(kind), models)
+    config = with_train(config, seeds=1, first_seed=config.train.first_seed + seed)
+    store.write_arrays(path, one, config=json.dumps(store.to_dict(config)))
+
+
+def read_model(path: Path) -> tuple[Transformer, Config]:
+    """A released model, with a seed axis of one, and its configuration."""
+    config = store.from_dict(json.loads(store.read_metadata(path).get("config", "null")), Config)
+    arrays = store.read_arrays(path, Trainer(config).shapes.models, any_float=True)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), arrays), config
