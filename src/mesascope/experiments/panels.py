@@ -130,7 +130,7 @@ def _tiles(panel: Curves | Maps) -> list[Any]:
 def _curves(panel: Curves, ax: "Axes") -> None:
     for line in panel.lines:
         color = blend(COLORS[line.kind], line.shade)
-        style = dict(
+        style: dict[str, Any] = dict(
             color=color, linestyle="--" if line.dashed else "-", marker="o" if line.markers else None, ms=3
         )
         ax.plot(line.x, np.mean(line.y, 0), label=line.label, **style)
@@ -155,7 +155,9 @@ def _curves(panel: Curves, ax: "Axes") -> None:
 def _map(figure: "Figure", tile: tuple[Maps, str, np.ndarray], ax: "Axes") -> None:
     panel, label, values = tile
     top = float(np.max(np.abs(values))) or 1.0
-    scale = dict(cmap="RdBu_r", vmin=-top, vmax=top) if panel.diverging else dict(vmin=0, vmax=top)
+    scale: dict[str, Any] = (
+        dict(cmap="RdBu_r", vmin=-top, vmax=top) if panel.diverging else dict(vmin=0, vmax=top)
+    )
     image = ax.imshow(values, interpolation="nearest", **scale)
     ax.grid(visible=False)
     ax.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=f"{panel.letter}  {label}".strip())

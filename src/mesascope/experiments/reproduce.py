@@ -78,7 +78,7 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
     arrays: Arrays = {}
     origin, about = {}, {}
     for name, piece in experiment.pieces.items():
-        path = folder / "pieces" / f"{experiment.id}.{name}"
+        path = folder / "pieces" / experiment.id / name
         found = None if fresh else _kept(path, lab)
         if found is None:
             lab.check_time()
@@ -121,7 +121,7 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
         experiment = experiments.experiment(name)
         arrays, about = {}, {}
         for piece in experiment.pieces:
-            path = out / scale.name / "pieces" / f"{name}.{piece}"
+            path = out / scale.name / "pieces" / name / piece
             new, about[piece] = results.read(path) if path.with_suffix(".json").exists() else ({}, {})
             arrays |= new
         stored, _ = _stored(name) if scale.from_released else ({}, {})

@@ -1,0 +1,238 @@
+"""What several figures measure: losses by context length, tuned algorithms, probes by depth."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from mesascope.analysis.probes import Probes, probe, residual_stream
+from mesascope.analysis.scores import in_context_score
+from mesascope.analysis.targets import Target, next_token, preconditioned, sampler, without_outliers
+from mesascope.experiments.claims import Check, Claim
+from mesascope.experiments.lab import Lab, Trained
+from mesascope.experiments.panels import Curves, Line, Origin
+from mesascope.experiments.results import Arrays, Named, Result
+from mesascope.tasks.dynamics import Dynamics, Trajectories
+from mesascope.theory.solvers import (
+    Algorithm,
+    Context,
+    MesaOptimizer,
+    autoregressive,
+    loss_by_time,
+    tune,
+)
+
+# The same sequences for all models and algorithms of a task, and others for what is tuned or fitted.
+EVALUATION, TUNING, PROBING = (2**31 - 3, 2**31 - 4, 2**31 - 5)
+LAM = 1000.0
+"""λ of all controls: the released code's ridge of 0.001."""
+
+Features = Callable[[Trajectories], Array]
+
+
+def model_losses(lab: Lab, trained: Trained) -> Named:
+    """½‖error‖² by seed and time on fresh sequences."""
+    found = in_context_score(
+        trained.models, trained.sample, sequences=lab.scale.sequences, key=jax.random.key(EVALUATION)
+    )
+    return Named.estimate(found.loss)
+
+
+def contexts(
+    task: Dynamics, *, newest_pair: bool = True, features: Features | None = None
+) -> Callable[[Array, int], Context]:
+    """What an algorithm is given of fresh sequences. `features` maps trajectories to regressors."""
+
+    def sample(key: Array, count: int) -> Context:
+        drawn = task.sample(key, count)
+        return autoregressive(
+            drawn.observations,
+            features=None if features is None else features(drawn),
+            newest_pair=newest_pair,
+        )
+
+    return sample
+
+
+def algorithm_losses(
+    lab: Lab, algorithm: Algorithm, sample: Callable[[Array, int], Context], batch_size: int = 256
+) -> Named:
+    """½‖error‖² of an algorithm by time, on the sequences of `model_losses`."""
+    count = max(1, lab.scale.sequences // batch_size)
+    size = min(batch_size, lab.scale.sequences)
+    measure = jax.jit(lambda key: loss_by_time(algorithm, sample(key, size)))
+    keys = [jax.random.fold_in(jax.random.key(EVALUATION), i) for i in range(count)]
+    return Named.of(np.mean([np.asarray(measure(key), np.float64) for key in keys], 0), "time")
+
+
+@lru_cache(maxsize=32)
+def tuned_optimizer(
+    lab_steps: int,
+    task: Dynamics,
+    steps: int,
+    *,
+    newest_pair: bool,
+    features: Features | None = None,
+    batch_size: int = 128,
+) -> MesaOptimizer:
+    """Proposition 2 (normalized), its coefficients tuned on the task: k layers are k - 1 steps and the last product.
+
+    Args:
+        lab_steps: of gradient descent (`lab.scale.tune_steps`).
+        steps: coefficients of each kind.
+    """
+    sample = contexts(task, newest_pair=newest_pair, features=features)
+    tuned, _ = tune(
+        MesaOptimizer.neumann(steps=steps, lam=LAM),
+        lambda key: sample(key, batch_size),
+        steps=lab_steps,
+        rate=3e-2,
+        key=jax.random.key(TUNING),
+    )
+    return tuned
+
+
+def proposition_2(
+    lab: Lab, task: Dynamics, steps: int, *, features: Features | None = None
+) -> dict[str, Named]:
+    """Losses of tuned Proposition 2 by time: "newest" with all pairs, "dropped" without the newest, as released."""
+    losses = {}
+    for name, newest in (("newest", True), ("dropped", False)):
+        algorithm = tuned_optimizer(lab.scale.tune_steps, task, steps, newest_pair=newest, features=features)
+        sample = contexts(task, newest_pair=newest, features=features)
+        losses[name] = algorithm_losses(lab, algorithm, sample)
+    return losses
+
+
+def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, inputs: Target | None = None) -> Arrays:
+    """Probes of the next token and of preconditioned inputs, by layer and time.
+
+    Returns:
+        "next", "preconditioned": errors on sequences that the probes were not fitted to, by seed, layer and time,
+        relative to predicting zero; the same with "_untrained", and in-sample with "_in_sample".
+    """
+    task, depth = trained.config.task, len(trained.config.model.blocks)
+    wanted = preconditioned(lam, inputs=inputs)
+    arrays: Arrays = {}
+    for name, target, keep in (
+        ("next", next_token, None),
+        ("preconditioned", wanted, without_outliers(wanted)),
+    ):
+        found = probe_stream(
+            lab, trained, sampler(task, trained.config.tokens, {name: target}, keep=keep), depth
+        )
+        arrays[name] = Named.of(found.relative.values[:, 0], "seed", "layer", "time")
+        arrays[f"{name}_in_sample"] = Named.of(found.relative_in_sample[:, 0], "seed", "layer", "time")
+        untrained = found.relative_controls["untrained"].values[:, 0]
+        arrays[f"{name}_untrained"] = Named.of(untrained.mean(0), "layer", "time")
+    return arrays
+
+
+def probe_stream(lab: Lab, trained: Trained, sample: Any, depth: int) -> Probes:
+    """Probes of the residual stream: of the embedding (layer 0) and after each block."""
+    return probe(
+        trained.models,
+        sample,
+        untrained=trained.untrained,
+        paths=residual_stream(depth),
+        sequences=lab.scale.probe_sequences,
+        key=jax.random.key(PROBING),
+    )
+
+
+def rank_correlation(errors: Float[np.ndarray, "seed layer"]) -> Float[np.ndarray, " seed"]:
+    """Spearman's, of errors with depth."""
+    ranks = errors.argsort(-1).argsort(-1).astype(float)
+    depth = np.arange(errors.shape[-1], dtype=float)
+    ranks, depth = ranks - ranks.mean(-1, keepdims=True), depth - depth.mean()
+    return ranks @ depth / np.sqrt((ranks**2).sum(-1) * (depth**2).sum())
+
+
+def depth_claims(
+    result: Result, figure: str, source: str, ids: Sequence[str], panels: Sequence[str] = ("E", "F")
+) -> list[Claim]:
+    """Both probes improve with depth; `ids` and `panels` for the next token and for preconditioned inputs."""
+    following, conditioned = result["next"], result["preconditioned"]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.nanmean((conditioned / conditioned[:, :1])[..., 9:], -1)
+    return [
+        Claim(
+            id=ids[0], figure=figure, panel=panels[0], source=source,
+            claim="the next token can be read better from deeper layers and with more context",
+            checks=(
+                Check(what="error after the last layer over that of layer 0, last t",
+                      values=following[:, -1, -1] / following[:, 0, -1], at_most=0.1),
+                Check(what="rank correlation of error and depth, last t",
+                      values=rank_correlation(following[..., -1]), at_most=-0.8),
+            ),
+        ),
+        Claim(
+            id=ids[1], figure=figure, panel=panels[1], source=source,
+            claim="preconditioned inputs appear with depth",
+            checks=(
+                Check(what="error of the best layer over that of layer 0, mean over t ≥ 10",
+                      values=ratio[:, 1:].min(-1), at_most=0.5),
+                Check(what="rank correlation of error and depth, t ≥ 10",
+                      values=rank_correlation(ratio), at_most=-0.5),
+            ),
+        ),
+    ]  # fmt: skip
+
+
+def depth_panels(result: Result, kind: str, letters: Sequence[str] = ("E", "F")) -> list[Curves]:
+    """Errors of both probes by time, a line for each layer, darker the deeper."""
+    panels = []
+    for letter, name, title in (
+        (letters[0], "next", "next token read from layers"),
+        (letters[1], "preconditioned", "preconditioned input read from layers"),
+    ):
+        errors = result[name]
+        layers = errors.shape[1]
+        time = np.arange(1, errors.shape[-1] + 1)
+        lines = [
+            Line(label=f"layer {i}", x=time, y=errors[:, i], kind=kind, shade=i / (layers - 1),
+                 origin=result.origin[name])
+            for i in range(layers)
+        ]  # fmt: skip
+        lines.append(
+            Line(label="untrained, last layer", x=time, y=result[f"{name}_untrained"][-1:], kind="control",
+                 dashed=True, origin=result.origin[name])
+        )  # fmt: skip
+        # At the first position nothing can be known.
+        panels.append(
+            Curves(letter=letter, title=title, xlabel="context length t", ylabel="relative error",
+                   lines=tuple(lines))
+        )  # fmt: skip
+    return panels
+
+
+def by_time(
+    result: Result, name: str, label: str, kind: str, *, shade: float = 1.0, dashed: bool = False
+) -> Line:
+    """A line of losses by context length."""
+    y = np.atleast_2d(result[name])
+    origin: Origin = result.origin[name]
+    time = np.arange(1, y.shape[-1] + 1)
+    return Line(label=label, x=time, y=y, kind=kind, shade=shade, dashed=dashed, origin=origin)
+
+
+def relative_gap(
+    ours: Float[np.ndarray, "seed time"], theirs: Float[np.ndarray, " time"]
+) -> Float[np.ndarray, " seed"]:
+    """|mean over t of ours / mean over t of theirs - 1|, by seed."""
+    return np.abs(ours.mean(-1) / theirs.mean() - 1)
+
+
+def worst_gap(
+    ours: Float[np.ndarray, "seed time"], theirs: Float[np.ndarray, " time"], first: int
+) -> Float[np.ndarray, " seed"]:
+    """The largest |ours / theirs - 1| from time `first` (counted from 1) on, by seed."""
+    return np.max(np.abs(ours / theirs - 1)[:, first - 1 :], -1)
+
+
+def final(losses: Any) -> Float[np.ndarray, " seed"]:
+    """Mean over time, by seed."""
+    return np.asarray(losses).mean(-1)
