@@ -243,9 +243,9 @@ EXPERIMENTS = {
         shows="linear attention on constructed tokens learns gradient descent",
         says=(
             "Trained on constructed tokens, a single layer of linear attention reaches the loss of one step of "
-            "gradient descent, and its weights are twelve numbers; six layers are described by 768 numbers and by six "
-            "steps of a preconditioned gradient method. Deeper layers hold better predictions and the preconditioned input. One "
-            "layer that solves least squares exactly, the mesa-layer, is better than all of them."
+            "gradient descent, and its weights are twelve numbers; six layers are described by 768 numbers and by "
+            "six steps of a preconditioned gradient method. Deeper layers hold better predictions and the "
+            "preconditioned input. One layer that solves least squares exactly, the mesa-layer, is better than all."
         ),
         pieces={
             "one_layer": one_layer,
