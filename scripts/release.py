@@ -1,6 +1,6 @@
 """Put trained models into `results/weights`, one seed of each, and say how large they are.
 
-    python scripts/release.py linear-1 softmax-7 [--runs runs] [--seed 0] [--half]
+python scripts/release.py linear-1 softmax-7 [--runs runs] [--seed 0] [--half]
 """
 
 from dataclasses import dataclass

@@ -27,10 +27,10 @@ LAYERS = [
     "released",
     "runs",
     "sinks",
-    "show",
     "bench",
     "bench_train",
     "experiments",
+    "show",
     "report",
     "cli",
 ]

@@ -226,14 +226,15 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """The presets, and the runs there are."""
+    """The figures, the presets, and the runs there are."""
 
     runs: Path = Path("runs")
     """Directory of runs."""
 
     def run(self) -> None:
-        from mesascope.show import list_presets, list_runs
+        from mesascope.show import list_experiments, list_presets, list_runs
 
+        list_experiments()
         list_presets()
         list_runs(self.runs)
 

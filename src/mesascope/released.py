@@ -23,9 +23,9 @@ def directory() -> Path:
     return checkout if checkout.is_dir() else PACKAGE / "results"
 
 
-def weights_path(name: str, variant: str = "as_run") -> Path:
+def weights_path(name: str) -> Path:
     """Where a released model's weights are, whether or not there are any."""
-    return directory() / "weights" / f"{name}{'' if variant == 'as_run' else '.' + variant}.safetensors"
+    return directory() / "weights" / f"{name}.safetensors"
 
 
 def names() -> list[str]:

@@ -36,6 +36,21 @@ def list_presets(console: Console | None = None) -> None:
     (console or Console()).print(table)
 
 
+def list_experiments(console: Console | None = None) -> None:
+    """Every figure: what it shows, and how long it takes."""
+    from mesascope import experiments
+    from mesascope.experiments.lab import SCALES
+
+    table = Table("figure", "shows", title="mesascope reproduce FIGURE --preset PRESET")
+    for scale in SCALES:
+        table.add_column(f"{scale}, minutes", justify="right")
+    for name in experiments.names():
+        experiment = experiments.experiment(name)
+        minutes = [experiment.minutes.get(scale) for scale in SCALES]
+        table.add_row(name, experiment.shows, *("" if m is None else f"{m:g}" for m in minutes))
+    (console or Console()).print(table)
+
+
 def list_runs(runs: Path, console: Console | None = None) -> None:
     """Every run in a directory."""
     console = console or Console()

@@ -171,7 +171,7 @@ class Lab:
         """
         self.check_time()
         if self.scale.from_released and name not in LIVE:
-            path = released.weights_path(name, variant)
+            path = released.weights_path(preset(name, variant).name)
             if not path.exists():
                 raise NotReleasedError(f"the weights of {name}")
             self._note(f"released/{path.stem}")

@@ -23,6 +23,10 @@ from mesascope.store import StoreError
 STYLES = {"holds": "green", "fails": "red", "not testable at this preset": "dim"}
 
 
+class NothingStoredError(StoreError):
+    """A figure of which neither models nor arrays come with the repository."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
     """A figure that has been computed."""
@@ -46,7 +50,7 @@ def reproduce(
     """Compute figures, as far as they are not there yet; draw them; print and write their claims.
 
     Args:
-        names: of figures; none for all.
+        names: of figures; none for all (at the scale "released": all that are).
         out: directory of what is made; each scale has its own folder in it.
         run_directory: where trained models are kept.
         fresh: compute finished pieces again (trained models stay).
@@ -63,7 +67,14 @@ def reproduce(
         experiment = experiments.experiment(name)
         began = time.monotonic()
         console.print(f"[bold]{name}[/] {escape(experiment.shows)}", highlight=False)
-        outcomes.append(_outcome(experiment, compute(experiment, lab, folder, fresh=fresh), scale))
+        try:
+            result = compute(experiment, lab, folder, fresh=fresh)
+        except NothingStoredError as missing:
+            if names:
+                raise
+            console.print(f"  left out: {escape(str(missing))}", style="dim", highlight=False)
+            continue
+        outcomes.append(_outcome(experiment, result, scale))
         draw_to(outcomes[-1], folder / "figures")
         console.print(f"  {time.monotonic() - began:.0f} s", style="dim", highlight=False)
     found = [claim for outcome in outcomes for claim in outcome.claims]
@@ -89,7 +100,7 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
             except NotReleasedError as missing:
                 part = stored_about.get("pieces", {}).get(name)
                 if part is None:
-                    raise StoreError(
+                    raise NothingStoredError(
                         f"{experiment.id}: {missing} does not come with the repository, and neither do the arrays "
                         f"of the piece {name!r}. `--preset quick` or `--preset paper` computes them."
                     ) from None

@@ -1,0 +1,193 @@
+"""The machinery around figures, with a figure of its own: what is kept, what is computed again, what is refused."""
+
+import dataclasses
+import io
+import json
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mesascope import experiments, released
+from mesascope.experiments import reproduce as machinery
+from mesascope.experiments import results
+from mesascope.experiments.base import Experiment
+from mesascope.experiments.claims import Check, Claim
+from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError
+from mesascope.experiments.panels import Curves, Line, Maps, blend, draw
+from mesascope.experiments.results import Named
+from mesascope.store import StoreError
+
+SMOKE = SCALES["smoke"]
+
+
+@pytest.fixture
+def console():
+    return Console(record=True, width=200, file=io.StringIO())
+
+
+class Figure:
+    """Two pieces that count how often they are asked for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def first(self, lab):
+        self.calls.append("first")
+        return {"first": Named.of(np.arange(6.0).reshape(2, 3), "seed", "time")}
+
+    def second(self, lab):
+        self.calls.append("second")
+        if lab.scale.from_released:
+            raise NotReleasedError("the weights of nothing")
+        return {"second": Named.of(np.eye(3), "row", "column")}
+
+    def panels(self, result):
+        line = Line(label="a", x=np.arange(3), y=result["first"], origin=result.origin["first"])
+        maps = Maps(letter="B", title="b", maps={"m": result["second"]}, diverging=True)
+        return [Curves(letter="A", title="a", xlabel="t", ylabel="loss", lines=(line,)), maps]
+
+    def claims(self, result):
+        check = Check(what="trace", values=np.array([np.trace(result["second"])]), at_most=3.0)
+        return [
+            Claim(
+                id="own-1", figure="own", panel="B", claim="c", source="s", checks=(check,), needs="nothing"
+            )
+        ]
+
+    @property
+    def experiment(self):
+        return Experiment(
+            id="own", shows="nothing", says="Nothing.", panels=self.panels, claims=self.claims,
+            pieces={"first": self.first, "second": self.second},
+        )  # fmt: skip
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    own = Figure()
+    monkeypatch.setattr(experiments, "experiment", lambda name: own.experiment)
+    monkeypatch.setattr(experiments, "names", lambda: ["own"])
+    return own
+
+
+def test_finished_pieces_are_kept(tmp_path, figure, console):
+    run = lambda **more: machinery.reproduce(scale=SMOKE, out=tmp_path, console=console, **more)  # noqa: E731
+    (outcome,) = run()
+    assert figure.calls == ["first", "second"]
+    for kind in ("png", "pdf"):
+        assert (tmp_path / "smoke" / "figures" / f"own.{kind}").stat().st_size > 1000
+    (claim,) = json.loads((tmp_path / "smoke" / "claims.json").read_text())
+    assert claim["verdict"] == "holds"
+    assert claim["ours"] == 3.0
+    assert "own-1" in console.export_text()
+
+    again = run()
+    assert figure.calls == ["first", "second"]
+    np.testing.assert_array_equal(again[0].result["second"], outcome.result["second"])
+    machinery.redraw((), scale=SMOKE, out=tmp_path, console=console)
+    assert figure.calls == ["first", "second"]
+    run(fresh=True)
+    assert figure.calls == ["first", "second"] * 2
+
+    # A damaged file is computed again, the other is not; and at another scale all is.
+    (tmp_path / "smoke" / "pieces" / "own" / "second.npz").write_bytes(b"PK")
+    run()
+    assert figure.calls[4:] == ["second"]
+    assert "computed again" in console.export_text()
+    machinery.reproduce(scale=dataclasses.replace(SMOKE, sequences=8), out=tmp_path, console=console)
+    assert figure.calls[5:] == ["first", "second"]
+
+
+def test_out_of_time(tmp_path, figure, console):
+    with pytest.raises(OutOfTimeError):
+        machinery.reproduce(scale=SMOKE, out=tmp_path, console=console, max_minutes=0.0)
+    lab = Lab(SMOKE, deadline=time.monotonic() - 1)
+    with pytest.raises(OutOfTimeError):
+        lab.trained("linear-1")
+
+
+def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, console, monkeypatch):
+    scale = SCALES["released"]
+    monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
+    with pytest.raises(StoreError, match="neither do the arrays of the piece 'second'"):
+        machinery.reproduce(scale=scale, out=tmp_path, console=console)
+    outcomes = machinery.reproduce(scale=SMOKE, out=tmp_path, console=console)
+    machinery.publish(outcomes, tmp_path / "results")
+    (outcome,) = machinery.reproduce(scale=scale, out=tmp_path, console=console)
+    assert outcome.result.origin == {"first": "recomputed", "second": "stored"}
+    assert machinery.against_committed([outcome]) == []
+    changed = json.loads((tmp_path / "results" / "claims.json").read_text())
+    changed[0]["verdict"] = "fails"
+    (tmp_path / "results" / "claims.json").write_text(json.dumps(changed))
+    assert machinery.against_committed([outcome]) == ["own-1: holds, committed is: fails."]
+
+
+def test_one_seed_is_computed_again_and_the_others_are_stored():
+    stored = {"a": Named.of(np.zeros((5, 3)), "seed", "time"), "b": Named.of(np.zeros(3), "time")}
+    new = {"a": Named.of(np.ones((1, 3)), "seed", "time"), "b": Named.of(np.ones(3), "time")}
+    whole = results.spliced(stored, new)
+    np.testing.assert_array_equal(whole["a"].values.sum(1), [3, 0, 0, 0, 0])
+    np.testing.assert_array_equal(whole["b"].values, 1)
+
+
+def test_arrays_come_back(tmp_path):
+    arrays = {"a": Named.of(np.arange(6.0).reshape(2, 3), "seed", "time"), "b": Named.of(np.float64(2))}
+    results.write(tmp_path / "x", arrays, {"seconds": 1})
+    found, about = results.read(tmp_path / "x")
+    assert about == {"seconds": 1}
+    for name, array in arrays.items():
+        assert found[name].axes == array.axes
+        np.testing.assert_array_equal(found[name].values, array.values)
+    (tmp_path / "x.npz").unlink()
+    with pytest.raises(StoreError, match="missing or damaged"):
+        results.read(tmp_path / "x")
+    with pytest.raises(ValueError, match="expected 2 names"):
+        Named.of(np.zeros((2, 3)), "time")
+    # What only a pickle could hold is refused.
+    np.savez(tmp_path / "x.npz", a=np.array([{}], object), b=np.zeros(()))
+    with pytest.raises(StoreError, match="damaged"):
+        results.read(tmp_path / "x")
+
+
+def test_scales():
+    paper, smoke = Lab(SCALES["paper"]), Lab(SMOKE)
+    assert paper.config("softmax-7").train.steps == 10_000
+    assert paper.config("softmax-7").train.seeds == 5
+    kept = smoke.config("interpolation-1").train
+    assert kept.steps == 6
+    assert kept.seeds == 2
+    assert kept.keep_every == 2
+    with pytest.raises(NotReleasedError):
+        Lab(SCALES["released"]).trained("partial-softmax-7-5")
+
+
+def test_released_models_are_those_of_their_names(tmp_path):
+    """Each comes with a configuration of its name, and loads; float32 bits survive, bfloat16 nearly."""
+    assert {"linear-1", "softmax-7", "hybrid-mesa"} <= set(released.names())
+    lab = Lab(SCALES["released"])
+    for name in released.names():
+        trained = lab.trained(name)
+        assert trained.config.name == name
+        assert trained.config.train.seeds == 1
+    models, config = released.read_model(released.weights_path("linear-1"))
+    for half, tolerance in ((False, 0), (True, 2**-8)):
+        released.write_model(tmp_path / "a.safetensors", models, config, half=half)
+        again, same = released.read_model(tmp_path / "a.safetensors")
+        assert same == config
+        a, b = models.layers[0].queries, again.layers[0].queries
+        np.testing.assert_allclose(a, b, rtol=tolerance)
+        assert a.dtype == b.dtype
+
+
+def test_lines_are_checked():
+    with pytest.raises(ValueError, match="expected y by seed and x"):
+        Line(label="a", x=np.arange(3), y=np.zeros(3))
+    with pytest.raises(ValueError, match="kind: expected one of softmax"):
+        Line(label="a", x=np.arange(3), y=np.zeros((1, 3)), kind="red")
+    assert blend("#000000", 1.0) == "#000000"
+    assert blend("#000000", 0.0) == "#bfbfbf"
+    lines = (Line(label="a", x=np.arange(1, 4), y=np.ones((2, 3))),)
+    panel = Curves(letter="A", title="a", xlabel="t", ylabel="y", lines=lines, log_x=True, log_y=True)
+    assert len(draw([panel]).axes) == 1
