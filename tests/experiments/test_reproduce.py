@@ -112,7 +112,9 @@ def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, conso
     scale = SCALES["released"]
     monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
     with pytest.raises(StoreError, match="neither do the arrays of the piece 'second'"):
-        machinery.reproduce(scale=scale, out=tmp_path, console=console)
+        machinery.reproduce(["own"], scale=scale, out=tmp_path, console=console)
+    assert machinery.reproduce(scale=scale, out=tmp_path, console=console) == []
+    assert "left out: own: the weights of nothing does not come" in console.export_text()
     outcomes = machinery.reproduce(scale=SMOKE, out=tmp_path, console=console)
     machinery.publish(outcomes, tmp_path / "results")
     (outcome,) = machinery.reproduce(scale=scale, out=tmp_path, console=console)
