@@ -1,0 +1,36 @@
+"""Every figure from beginning to end, with models of six training steps: that it runs, not what it shows."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from mesascope import experiments
+from mesascope.experiments.lab import SCALES
+from mesascope.experiments.reproduce import redraw, reproduce
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Figures that share a model share its run."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_from_beginning_to_end(name, shared, tmp_path):
+    console = Console(record=True, width=200, file=io.StringIO())
+    (outcome,) = reproduce([name], scale=SCALES["smoke"], out=tmp_path, run_directory=shared, console=console)
+    assert outcome.panels
+    drawn = {path.suffix for path in (tmp_path / "smoke" / "figures").glob(f"{name}.*")}
+    assert drawn in ({".png", ".pdf"}, {".svg"})
+    claims = json.loads((tmp_path / "smoke" / "claims.json").read_text())
+    assert len({claim["id"] for claim in claims}) == len(claims)
+    panels = {panel.letter for panel in outcome.panels}
+    for claim in claims:
+        assert claim["figure"] == name
+        assert claim["panel"] in panels
+        assert claim["verdict"] in ("holds", "fails", "not testable at this preset")
+    redraw([name], scale=SCALES["smoke"], out=tmp_path, console=console)
