@@ -76,15 +76,15 @@ def main(figure: str | None = None, steps: int = 1500):
     linear = linearize(
         trace, models, [site], sample, heads=HEADS, key_dim=KEY_DIM, steps=steps, batch_size=64, key=key
     )
-    ratio = linear.ratio.at(0)
-    print(f"made linear: {ratio.mean:.2f} times the loss, 95% [{ratio.low:.2f}, {ratio.high:.2f}]")
+    ratio = linear.ratio[0]
+    print(f"made linear: {ratio} times the loss (95%)")
 
     cases = {f"no head {h + 1}": ablate_head("heads", h) for h in range(HEADS)}
     cases |= {"no attention": ablate("attention"), "another's attention": patch("attention")}
     found = effects(trace, models, cases, sample, key=key)
     difference = found.difference()
     for i, name in enumerate(found.names):
-        far = np.nanmean(found.distance[:, i])
+        far = np.nanmean(found.distance.mean[i])
         print(f"{name:>20}: loss {difference.mean[i]:+.3f}, predictions {far:.2f} of their squares away")
 
     weights = products({name: models[name] for name in models}, heads=HEADS)

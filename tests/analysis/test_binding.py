@@ -158,7 +158,7 @@ def test_plots():
     import matplotlib.pyplot as plt
 
     maps = attention_maps(fresh(0, 2), sample, sequences=8, key=jax.random.key(0))
-    assert len(maps.plot()) == 2
+    assert len(maps.plot().images) == 2
     with pytest.raises(KeyError, match="nearest"):
         maps.plot("blocks.0.mixer.attn")
     found = sensitivity(fresh(0, 2), sample, times=[1, 5], sequences=4, key=jax.random.key(0))

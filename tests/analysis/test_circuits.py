@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mesascope.analysis import circuits
-from mesascope.analysis.intervals import single
+from mesascope.analysis.results import stack
 from mesascope.models import Block, Linear, ModelConfig, Softmax, Transformer
 from mesascope.tasks import Constructed, Dynamics
 from mesascope.theory.constructions import gradient_descent, proposition_1, stacked_proposition_1
@@ -90,13 +90,13 @@ def test_products_against_numpy():
 def test_theory_is_read_back():
     """The constructions' own scalars: η at (prediction, input), and the second head of the biased stack."""
     built = stacked_proposition_1(N, [0.1, 0.3], dtype=jnp.float64)
-    found = circuits.read_off(circuits.products_of(single(built.model)), width=N)
+    found = circuits.read_off(circuits.products_of(stack([built.model])), width=N)
     expected = np.zeros((2, 2, SLOTS, SLOTS))
     expected[:, 0, 0, 1], expected[:, 1, 1, 1] = [0.1, 0.3], [-0.1, -0.3]
     np.testing.assert_allclose(found.write[0], expected, atol=1e-12)
     assert found.read[0, 0, 0, 3, 2] == found.read[0, 1, 1, 3, 3] == 1
     built = gradient_descent(N, [0.1], dtype=jnp.float64)
-    found = circuits.read_off(circuits.products_of(single(built.model)), width=N)
+    found = circuits.read_off(circuits.products_of(stack([built.model])), width=N)
     assert found.read[0, 0, 0, 3, 1] == 1
     assert found.share()[0].mean == 1
 
@@ -189,7 +189,7 @@ def test_proposition_1_is_the_plain_objective():
     # From Φ_0 = φI: Proposition 1's tokens bring Φ_0 s_t along, the rest is in the weights.
     built = proposition_1(N, 0.2, 0.5 * np.eye(N), dtype=jnp.float64)
     found = circuits.mesa_objective(
-        circuits.read_off(circuits.products_of(single(built.model)), width=N), now=1, previous=2
+        circuits.read_off(circuits.products_of(stack([built.model])), width=N), now=1, previous=2
     )
     np.testing.assert_allclose(found.phi_0, 0.5)
     np.testing.assert_allclose(

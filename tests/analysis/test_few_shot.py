@@ -16,7 +16,7 @@ from mesascope.analysis.few_shot import (
     tune_eos,
     tune_prefix,
 )
-from mesascope.analysis.intervals import single
+from mesascope.analysis.results import stack
 from mesascope.models import Transformer
 from mesascope.tasks import FewShot
 from mesascope.theory.constructions import key_shift
@@ -31,7 +31,7 @@ KEY = jax.random.key(5)
 @pytest.fixture(scope="module")
 def curves():
     """A mesa-layer that binds every pair of consecutive tokens, and the controls."""
-    model = single(key_shift(N, LAM).model)
+    model = stack([key_shift(N, LAM).model])
     found = {"model": regression_curve(Transformer.__call__, model, TASK, key=KEY, **SIZE)}
     return found | controls(TASK, lam=LAM, key=KEY, **SIZE)
 
@@ -77,7 +77,8 @@ def test_early_ascent_is_rarely_found_in_noise():
     rng = np.random.default_rng(0)
     at = np.arange(20)
     found = [
-        early_ascent(Curve(rng.exponential(size=(1, 64, 20)), at + 1, 0 * at)).present for _ in range(400)
+        early_ascent(Curve(losses=rng.exponential(size=(1, 64, 20)), pair=at + 1, task=0 * at)).present
+        for _ in range(400)
     ]
     assert np.mean(found) <= 0.01 + 4 * np.sqrt(0.01 * 0.99 / 400)
 
@@ -117,7 +118,7 @@ def test_planted_eos():
     task = FewShot(dim=N, length=32, eos=True)
     tuned = tune_eos(predict, OFFSETS, task, steps=400, rate=3e-2, key=KEY)
     np.testing.assert_allclose(tuned.vectors.eos, -OFFSETS, atol=0.1)
-    assert tuned.losses[-50:].mean() < tuned.losses[:5].mean()
+    assert tuned.losses[:, -50:].mean() < tuned.losses[:, :5].mean()
     better = regression_curve(predict, OFFSETS, task, vectors=tuned.vectors, key=KEY, **SIZE)
     worse = regression_curve(predict, OFFSETS, task, vectors=Vectors(eos=OFFSETS), key=KEY, **SIZE)
     assert better.losses.mean() < worse.losses.mean()
@@ -155,4 +156,4 @@ def test_bad_input():
     with pytest.raises(ValueError, match="with a prefix"):
         tune_prefix(predict, model, eos, key=KEY)
     with pytest.raises(ValueError, match="at least 4 sequences"):
-        early_ascent(Curve(np.ones((1, 2, 5)), np.arange(5), np.zeros(5)))
+        early_ascent(Curve(losses=np.ones((1, 2, 5)), pair=np.arange(5), task=np.zeros(5, int)))

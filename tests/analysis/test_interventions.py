@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.analysis.intervals import single
 from mesascope.analysis.interventions import ablate, ablate_head, effects, patch, replace, solver_from
+from mesascope.analysis.results import stack
 from mesascope.models import Transformer
 from mesascope.tasks import Constructed, Dynamics, Examples
 from mesascope.theory.constructions import copying_then_mesa, gradient_descent
@@ -50,7 +50,7 @@ def found():
         "another's head": patch("blocks.0.mixer.heads", head=0),
         "mean": ablate("blocks.1.mixer.out", to="mean"),
     }
-    return effects(Transformer.trace, single(BUILT.model), cases, sample, key=KEY, **SIZE)
+    return effects(Transformer.trace, stack([BUILT.model]), cases, sample, key=KEY, **SIZE)
 
 
 def test_effects_are_those_of_the_algorithm(found):
@@ -64,12 +64,12 @@ def test_effects_are_those_of_the_algorithm(found):
         np.testing.assert_allclose(found.edited[0, :, at[name]], expected, rtol=1e-10)
         # Nothing is predicted from the first token.
         far = np.sum((one - two) ** 2, (0, 2))[1:] / np.sum(two**2, (0, 2))[1:]
-        np.testing.assert_allclose(found.distance[0, at[name]], [np.nan, *far], rtol=1e-10)
-    assert np.nanmax(found.distance[0, at["contract in layer 2"]]) == 0
+        np.testing.assert_allclose(found.distance.mean[at[name]], [np.nan, *far], rtol=1e-10)
+    assert np.nanmax(found.distance.mean[at["contract in layer 2"]]) == 0
 
 
 def test_theory_takes_a_layers_place(found):
-    distance = dict(zip(found.names, np.nanmean(found.distance[0], -1), strict=True))
+    distance = dict(zip(found.names, np.nanmean(found.distance.mean, -1), strict=True))
     assert distance["theory"] < 1e-20
     for name in ("wrong theory", "another's first layer", "another's head", "mean"):
         assert distance[name] > 0.05
@@ -90,16 +90,16 @@ def test_solver_goes_on_from_where_pairs_are_bound():
     """After the layer that copies, least squares predicts what the model does; before it, there are no pairs."""
     built = copying_then_mesa(N, 1, 10.0, sharpness=25.0, codes=8)
     found = solver_from(
-        Transformer.trace, single(built.model), ["embedded", "blocks.0.resid_post"], padded,
+        Transformer.trace, stack([built.model]), ["embedded", "blocks.0.resid_post"], padded,
         lams=(1.0, 10.0, 100.0), sequences=64, batch_size=32, key=KEY,
     )  # fmt: skip
-    before, after = np.nanmean(found.distance[0], -1)
+    before, after = np.nanmean(found.distance.mean, -1)
     assert found.unexplained[0, 0, 1] > 0.8
     assert found.unexplained[0, 1].max() < 1e-3
     assert before > 0.5
     # The distance is zero where the tool chose the model's own λ.
     assert after < 0.1
-    assert np.nanmean(found.control[0, 1]) > 5 * after
+    assert np.nanmean(found.control.mean[1]) > 5 * after
     loss = found.swapped.mean((0, 1))
     assert loss[0] > 1.5 * loss[1]
     np.testing.assert_allclose(loss[1], found.solver.mean(), rtol=0.02)
@@ -107,14 +107,12 @@ def test_solver_goes_on_from_where_pairs_are_bound():
 
 
 def test_bad_input():
-    model = single(BUILT.model)
+    model = stack([BUILT.model])
 
     def run(case):
         return effects(Transformer.trace, model, {"case": case}, sample, key=KEY, **SIZE)
 
-    with pytest.raises(
-        KeyError, match=r"no activation 'blocks.1.mixer.head'.*nearest are: blocks.1.mixer.heads"
-    ):
+    with pytest.raises(KeyError, match=r"no 'blocks.1.mixer.head'.*nearest are: blocks.1.mixer.heads"):
         run(ablate("blocks.1.mixer.head"))
     with pytest.raises(ValueError, match="has 2, counted from 0, got 2"):
         run(ablate_head("blocks.1.mixer.heads", 2))

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.analysis.intervals import single
 from mesascope.analysis.linearize import (
     LinearLayer,
     Recorded,
@@ -16,6 +15,7 @@ from mesascope.analysis.linearize import (
     linearize,
     swap,
 )
+from mesascope.analysis.results import stack
 from mesascope.models import Block, Linear, ModelConfig, Positions, Softmax, Transformer
 from mesascope.tasks import Constructed, Examples
 from mesascope.theory.constructions import copying_then_mesa, gradient_descent
@@ -116,7 +116,7 @@ def test_a_layer_that_copies_is_reported():
         return Examples(seen, jnp.pad(s[:, 1:], ((0, 0), (1, 0), (0, 0))), jnp.arange(seen.shape[1]) > 0)
 
     found = linearize(
-        Transformer.trace, single(built.model), layer_sites(built.model)[:1], observations,
+        Transformer.trace, stack([built.model]), layer_sites(built.model)[:1], observations,
         heads=1, key_dim=2, steps=300, batch_size=32, test_sequences=64, key=jax.random.key(0),
     )  # fmt: skip
     assert found.ratio.low[0] > 2
@@ -134,7 +134,7 @@ def test_bad_input():
             **kinds,
         )
     uneven = {"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}
-    with pytest.raises(ValueError, match="same seed axis"):
+    with pytest.raises(ValueError, match="one seed axis"):
         linearize(Transformer.trace, uneven, [Site(input="", output="")], **kinds)
     with pytest.raises(ValueError, match="sites"):
         linearize(Transformer.trace, models(2, 1), [], **kinds)

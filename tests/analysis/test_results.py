@@ -1,5 +1,9 @@
 """Means, intervals and messages that all tools share."""
 
+import dataclasses
+import importlib
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +12,11 @@ from scipy import stats
 
 from mesascope.analysis.results import (
     Estimate,
+    Result,
     Running,
     batches,
     house_style,
+    join,
     reader,
     stack,
     student_t,
@@ -50,33 +56,57 @@ def test_running_counts_what_is_kept():
         np.testing.assert_allclose(estimate.sequences_error[t], stats.sem(kept.mean(0)), rtol=1e-10)
 
 
-@pytest.mark.parametrize("seeds", [1, 5])
-def test_intervals_cover_the_truth(seeds):
-    """With effects of seeds and of sequences that all seeds share."""
-    rng = np.random.default_rng(1)
-    covered = 0
-    for _ in range(1000):
-        of_seed = rng.standard_normal((seeds, 1)) if seeds > 1 else np.zeros((1, 1))
-        samples = of_seed + 3 * rng.standard_normal(40) + rng.standard_normal((seeds, 40))
-        running = Running()
-        running.add(samples)
-        low, high = running.estimate().interval(0.95)
-        covered += low <= 0 <= high
-    # A binomial's three standard deviations below 95%.
-    assert covered >= 950 - 21
-    assert covered < 1000
+@pytest.mark.parametrize(("seed_std", "sequence_std"), [(1.0, 0.0), (0.0, 1.0), (0.3, 1.0)])
+def test_intervals_cover_the_truth(seed_std, sequence_std):
+    """About 95 of 100, whether models or the sequences that they share differ more. (Binomial, 4 σ.)"""
+    rng, trials = np.random.default_rng(1), 1000
+    seeds = seed_std * rng.standard_normal((5, 1, trials))
+    sequences = sequence_std * rng.standard_normal((1, 40, trials))
+    found = Estimate.of(3 + seeds + sequences + rng.standard_normal((5, 40, trials)), "trial")
+    held = np.mean((found.low <= 3) & (found.high >= 3))
+    assert 0.95 - 4 * np.sqrt(0.95 * 0.05 / trials) <= held <= 0.995
+    for wrong in (found.above(3), found.below(3)):
+        assert np.mean(wrong) <= 0.01 + 4 * np.sqrt(0.01 * 0.99 / trials)
+
+
+def test_one_model_has_the_usual_interval():
+    x = np.random.default_rng(0).standard_normal((1, 30))
+    expected = stats.t.interval(0.9, 29, x.mean(), stats.sem(x[0]))
+    np.testing.assert_allclose(Estimate.of(x).interval(0.9), expected, rtol=1e-5)
+    # A mean that is large beside its spread.
+    np.testing.assert_allclose(Estimate.of(x + 1e6).sequences_error, stats.sem(x[0]), rtol=1e-5)
+
+
+def test_ratios_cover_the_truth():
+    rng, trials = np.random.default_rng(2), 1000
+    common = rng.uniform(0.5, 1.5, (5, 40, trials))
+    found = Estimate.ratio(2 * common + 0.1 * rng.standard_normal(common.shape), common, "trial")
+    held = np.mean((found.low <= 2) & (found.high >= 2))
+    assert held > 0.95 - 4 * np.sqrt(0.95 * 0.05 / trials)
+    assert np.mean(found.high - found.low) < 0.1, "paired: what both have in common cancels"
+    np.testing.assert_allclose(Estimate.ratio(3 * common, common, "trial").values, 3)
 
 
 def test_parts_of_an_estimate():
     values = np.arange(24.0).reshape(2, 3, 4)
-    estimate = Estimate(values=values, sequences_error=values[0], axes=("seed", "layer", "time"))
+    estimate = Estimate(values=values, sequences_error=values[0], sequences=9, axes=("seed", "layer", "time"))
     assert estimate[1].axes == ("seed", "time")
     np.testing.assert_array_equal(estimate[:, -1].values, values[:, :, -1])
     assert estimate[:, -1].axes == ("seed", "layer")
     with pytest.raises(TypeError, match="integers and slices"):
         estimate[[0, 1]]
     with pytest.raises(ValueError, match="axes"):
-        Estimate(values=values, sequences_error=values[0], axes=("layer", "time", "seed"))
+        Estimate(values=values, sequences_error=values[0], sequences=9, axes=("layer", "time", "seed"))
+    with pytest.raises(ValueError, match="seed and sequence"):
+        Estimate.of(np.zeros(3))
+    with pytest.raises(ValueError, match="level"):
+        estimate.interval(1.5)
+    # Weights depend on no sequences; one model has no interval then.
+    weights = Estimate.over_seeds(np.ones((1, 2)), "entry")
+    np.testing.assert_array_equal(weights.interval(), np.ones((2, 2)))
+    joined = join([estimate[0], estimate[2]], "layer")
+    np.testing.assert_array_equal(joined.values, values[:, ::2])
+    assert joined.axes == estimate.axes
 
 
 def test_batches_are_even():
@@ -126,3 +156,21 @@ def test_reading_is_compiled_once():
         reader(activations, ("a",))({"w": jnp.full((), float(w))}, jnp.ones((2, 3)))
     assert len(traced) == 1
     jax.clear_caches()
+
+
+def test_all_results_are_alike():
+    """Frozen, nothing but names, arrays with named axes and parts of the same kind, and a plot that needs nothing."""
+    for name in ("binding", "circuits", "few_shot", "interventions", "linearize", "probes", "scores"):
+        importlib.import_module(f"mesascope.analysis.{name}")
+    found = Result.__subclasses__()
+    assert len(found) == 16
+    for kind in found:
+        assert kind.__dataclass_params__.frozen, kind
+        for field in dataclasses.fields(kind):
+            if "ndarray" in str(field.type) and "Mapping" not in str(field.type):
+                assert field.type.dim_str.split(), f"{kind.__name__}.{field.name} has no names of axes"
+        parameters = inspect.signature(kind.plot).parameters
+        assert parameters["ax"].kind is inspect.Parameter.KEYWORD_ONLY, kind
+        for parameter in list(parameters.values())[1:]:
+            optional = parameter.kind is inspect.Parameter.VAR_KEYWORD
+            assert optional or parameter.default is not inspect.Parameter.empty, (kind, parameter)

@@ -8,6 +8,7 @@ $$\Big\lVert\frac{\partial f_t^{(1)}}{\partial s_{t'}}\Big\rVert, \qquad t' \le 
 and asks no layer for maps, so that it works for models without attention too.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,12 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from mesascope.analysis.results import (
     Activations,
     Estimate,
+    Result,
     Running,
-    axes_for,
     batches,
     draw_curve,
-    house_style,
+    draw_tiles,
+    drawing,
     reader,
     trace,
     unknown,
@@ -38,7 +40,7 @@ Tokens = Callable[[PRNGKeyArray, int], Float[Array, "batch time token"]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AttentionMaps:
+class AttentionMaps(Result):
     r"""Attention averaged over sequences, and how much of it goes how far back.
 
     Attributes:
@@ -59,7 +61,7 @@ class AttentionMaps:
     @property
     def attends(self) -> Bool[np.ndarray, "path lag"]:
         """Whether a head gives one token more than all others together, whichever sequences and seeds were drawn."""
-        return self.best.interval(0.99)[0] > 0.5
+        return self.best.above(0.5)
 
     @property
     def binds(self) -> Bool[np.ndarray, " path"]:
@@ -74,23 +76,18 @@ class AttentionMaps:
             lines.append(f"{path}: {said}; the best heads give {share[0]:.2f} to t and {share[1]:.2f} to t-1")
         return "\n".join(lines)
 
-    def plot(
-        self, path: str | None = None, *, seed: int = 0, axes: "Sequence[Axes] | None" = None
-    ) -> "list[Axes]":
-        """The averaged map of every head of a layer, the first unless named."""
-        with house_style():
-            import matplotlib.pyplot as plt
-
-            i = 0 if path is None else _find(path, self.paths)
-            heads = self.maps.shape[2]
-            if axes is None:
-                axes = plt.subplots(1, heads, figsize=(2.4 * heads, 2.6), squeeze=False)[1][0].tolist()
-            assert axes is not None
-            for head, ax in enumerate(axes):
-                ax.imshow(self.maps[seed, i, head])
-                ax.grid(False)
-                ax.set(title=f"head {head}", xlabel="attends to t'", ylabel="" if head else "time t")
-        return list(axes)
+    def plot(self, path: str | None = None, *, seed: int = 0, ax: "Axes | None" = None) -> "Axes":
+        """The averaged map of every head of a layer, the first unless named, of one model."""
+        with drawing(ax) as ax:
+            if path is not None and path not in self.paths:
+                raise KeyError(unknown("path", path, self.paths))
+            maps = self.maps[seed, 0 if path is None else self.paths.index(path)]
+            draw_tiles(
+                ax, maps[None], rows=[""], columns=[f"head {h}" for h in range(len(maps))],
+                signed=bool((maps < 0).any()), label="attention",
+            )  # fmt: skip
+            ax.set(xlabel="attends to t'", ylabel="time t", title=path or self.paths[0])
+        return ax
 
 
 def attention_maps(
@@ -147,6 +144,7 @@ def attention_maps(
         values=np.take_along_axis(values, at, 2)[:, :, 0],
         # Not less than that of their mean.
         sequences_error=np.take_along_axis(errors, at, 2)[:, :, 0].mean(0),
+        sequences=sequences,
         axes=("seed", "path", "lag"),
     )
     uniform = np.array([np.mean(1 / np.arange(lag + 1, time + 1)) for lag in range(values.shape[-1])])
@@ -166,34 +164,41 @@ def _shares(weights: Float[np.ndarray, "*lead time time"], lags: int) -> Float[n
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sensitivity:
+class Sensitivity(Result):
     r"""How much activations at some times depend on each input.
 
     Attributes:
         times: indices t along the axis "time".
         frobenius: mean over sequences of $\lVert\partial f_t/\partial s_{t'}\rVert_F$.
         by_entry: mean over sequences and entries c of $\lVert\partial f_{t,c}/\partial s_{t'}\rVert$ (released code).
+        lead: of $s_{t-1}$ over all tokens before it together, as a part of the sensitivity to all inputs; mean over
+            times that have three inputs or more, NaN where there are none.
     """
 
     times: tuple[int, ...]
     frobenius: Estimate
     by_entry: Estimate
+    lead: Estimate
+
+    @property
+    def binds(self) -> bool:
+        """Whether activations hold t-1 next to t: it leads by a tenth, whichever sequences and seeds were drawn."""
+        return bool(self.lead.above(0.1))
 
     @property
     def shares(self) -> Estimate:
         """`frobenius` divided by its sum over inputs: what part of a time's sensitivity each input has."""
         total = self.frobenius.values.sum(-1, keepdims=True)
         total = np.where(total > 0, total, 1)
-        return Estimate(
+        return dataclasses.replace(
+            self.frobenius,
             values=self.frobenius.values / total,
             sequences_error=self.frobenius.sequences_error / total.mean(0),
-            axes=self.frobenius.axes,
         )
 
     def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """A line for each time, by input."""
-        with house_style():
-            ax = axes_for(ax)
+        with drawing(ax) as ax:
             inputs = np.arange(1, self.frobenius.values.shape[-1] + 1)
             for i, time in enumerate(self.times):
                 upto = slice(0, time + 1)
@@ -238,17 +243,31 @@ def sensitivity(
             raise ValueError(f"times: expected indices of {length} positions, got {t}.")
     chosen = tuple(t % length for t in asked)
     norms = _norms(activations, path)
-    frobenius, by_entry = Running(), Running()
+    frobenius, by_entry, lead = Running(), Running(), Running()
     for i, size in enumerate(batches(sequences, batch_size)):
         inputs = first if i == 0 else sample(jax.random.fold_in(key, i), size)
         found = [norms(model, inputs, jnp.asarray(chosen, jnp.int32)) for model in everyone]
-        frobenius.add(np.stack([np.asarray(f[0]) for f in found]))
+        norm = np.stack([np.asarray(f[0]) for f in found])
+        frobenius.add(norm)
         by_entry.add(np.stack([np.asarray(f[1]) for f in found]))
+        lead.add(_lead(norm, chosen))
     return Sensitivity(
         times=chosen,
         frobenius=frobenius.estimate("time", "input"),
         by_entry=by_entry.estimate("time", "input"),
+        lead=lead.estimate(),
     )
+
+
+def _lead(
+    norm: Float[np.ndarray, "seed batch time input"], times: Sequence[int]
+) -> Float[np.ndarray, "seed batch"]:
+    leads = [
+        (norm[:, :, i, t - 1] - norm[:, :, i, : t - 1].sum(-1)) / np.maximum(norm[:, :, i].sum(-1), 1e-300)
+        for i, t in enumerate(times)
+        if t >= 2
+    ]
+    return np.mean(leads, 0) if leads else np.full(norm.shape[:2], np.nan)
 
 
 def _norms(activations: Activations, path: str) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
@@ -270,9 +289,3 @@ def _norms(activations: Activations, path: str) -> Callable[[Any, Array, Array],
         return jax.lax.map(at, times)
 
     return jax.jit(jax.vmap(one_sequence, (None, 0, None)))
-
-
-def _find(name: str, names: Sequence[str]) -> int:
-    if name not in names:
-        raise KeyError(unknown("path", name, names))
-    return names.index(name)

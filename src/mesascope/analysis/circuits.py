@@ -17,18 +17,29 @@ matrices.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from mesascope.analysis.intervals import Interval, canvas, draw_curve, interval, seeds_of
+from mesascope.analysis.results import (
+    Estimate,
+    Result,
+    draw_curve,
+    draw_points,
+    draw_tiles,
+    drawing,
+    loss_of,
+    seeds_of,
+)
 from mesascope.models import Linear, Transformer
 from mesascope.tasks import Examples
-from mesascope.training import half_squared_errors
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NAMES = ("queries", "keys", "values", "output")
 
@@ -43,6 +54,10 @@ class Products(NamedTuple):
 
     read: Float[Array, "seed layer head model model"]
     write: Float[Array, "seed layer head model model"]
+
+    def plot(self, *, seed: int = 0, ax: "Axes | None" = None) -> "Axes":
+        """Both products of every head of one model."""
+        return _heat_map(self.read[seed], self.write[seed], ax)
 
 
 class Blocks(NamedTuple):
@@ -143,9 +158,9 @@ def _one_layer(named: Mapping[str, Any], heads: int, index: int) -> tuple[Array,
     )
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """Multiples of the identity, and how much of the products they are. Axes: `axes`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scalars(Result):
+    """Multiples of the identity, and how much of the products they are.
 
     Attributes:
         width: n, entries of a slot.
@@ -160,18 +175,22 @@ class Scalars:
     write: Float[np.ndarray, "seed layer head slot slot"]
     read_share: Float[np.ndarray, "seed layer head"]
     write_share: Float[np.ndarray, "seed layer head"]
-    axes: tuple[str, ...] = ("seed", "layer", "head", "slot", "slot")
 
     @property
     def count(self) -> int:
         """Scalars of one model."""
         return self.blocks.scalars * self.read.shape[1] * self.read.shape[2]
 
-    def share(self, *, level: float = 0.95) -> tuple[Interval, Interval]:
-        """Of reads and writes by layer, mean over seeds and heads."""
-        parts = (np.moveaxis(a, 1, 2) for a in (self.read_share, self.write_share))
-        read, write = (interval(a.mean(1, keepdims=True), level=level) for a in parts)
+    def share(self) -> tuple[Estimate, Estimate]:
+        """Of reads and writes by layer, mean over heads."""
+        read, write = (Estimate.over_seeds(a.mean(-1), "layer") for a in (self.read_share, self.write_share))
         return read, write
+
+    @property
+    def structured(self) -> Bool[np.ndarray, " layer"]:
+        """Whether scalars are more than half of both products, whichever seeds had been drawn."""
+        read, write = self.share()
+        return read.above(0.5) & write.above(0.5)
 
     def products(self) -> Products:
         """The block matrices that these scalars are."""
@@ -179,23 +198,23 @@ class Scalars:
         read, write = (jnp.asarray(np.kron(a, eye), jnp.zeros(()).dtype) for a in (self.read, self.write))
         return Products(read, write)
 
-    def plot(self, axes: Any = None) -> Any:
-        """The scalars of the first model, a column per layer and head: reads above writes."""
-        axes = canvas(axes)
-        tiles = [np.concatenate([self.read[0, i, h], self.write[0, i, h]])
-                 for i in range(self.read.shape[1]) for h in range(self.read.shape[2])]  # fmt: skip
-        gap = np.full((tiles[0].shape[0], 1), np.nan)
-        picture = np.concatenate([part for tile in tiles for part in (tile, gap)], 1)[:, :-1]
-        bound = np.nanmax(np.abs(picture)) or 1.0
-        image = axes.imshow(picture, cmap="RdBu", vmin=-bound, vmax=bound)
-        axes.set_yticks(
-            range(len(picture)),
-            [f"{n} {i + 1}" for n in ("read", "write") for i in range(len(self.blocks.read))],
-        )
-        axes.set_xticks([])
-        axes.set_xlabel("slots of each head of each layer")
-        axes.figure.colorbar(image, ax=axes)
-        return axes
+    def plot(self, *, seed: int = 0, ax: "Axes | None" = None) -> "Axes":
+        """The scalars of every head of one model."""
+        return _heat_map(self.read[seed], self.write[seed], ax)
+
+
+def _heat_map(read: Any, write: Any, ax: "Axes | None") -> "Axes":
+    """Products, or their scalars, of every layer and head; each in units of its largest entry."""
+    products = [np.asarray(a, np.float64) for a in (read, write)]
+    columns = [f"{l + 1}.{h + 1}" for l, h in np.ndindex(*products[0].shape[:2])]
+    tiles = np.stack([a.reshape(-1, *a.shape[-2:]) / (np.max(np.abs(a)) or 1.0) for a in products])
+    with drawing(ax) as ax:
+        draw_tiles(
+            ax, tiles, rows=("$W_K^\\top W_Q$", "$P\\,W_V$"), columns=columns, signed=True,
+            label="over the largest entry",
+        )  # fmt: skip
+        ax.set_xlabel("layer.head")
+    return ax
 
 
 def read_off(products: Products, *, width: int, blocks: Blocks | None = None) -> Scalars:
@@ -226,7 +245,10 @@ def read_off(products: Products, *, width: int, blocks: Blocks | None = None) ->
         width * np.sum(c**2, (-1, -2)) / np.maximum(np.sum(np.asarray(p, np.float64) ** 2, (-1, -2)), 1e-300)
         for c, p in zip((read, write), products, strict=True)
     )
-    return Scalars(width, blocks, read, write, *shares)
+    read_share, write_share = shares
+    return Scalars(
+        width=width, blocks=blocks, read=read, write=write, read_share=read_share, write_share=write_share
+    )
 
 
 def from_products(models: Transformer, products: Products) -> Transformer:
@@ -297,9 +319,9 @@ def between(first: Products, second: Products, weight: float = 0.5) -> Products:
     ))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Interpolation:
-    """Losses along a training run. Axes: `axes`; `compressed` has no step.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Interpolation(Result):
+    """Losses along a training run.
 
     Attributes:
         trained: of the models as they stood.
@@ -307,23 +329,22 @@ class Interpolation:
         compressed: of the scalars alone.
     """
 
-    steps: np.ndarray
+    steps: Int[np.ndarray, " step"]
     trained: Float[np.ndarray, "seed sequence step"]
     halfway: Float[np.ndarray, "seed sequence step"]
     compressed: Float[np.ndarray, "seed sequence"]
-    axes: tuple[str, ...] = ("seed", "sequence", "step")
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Losses over training steps."""
-        axes = canvas(axes)
-        draw_curve(axes, self.steps, interval(self.trained), label="trained")
-        draw_curve(axes, self.steps, interval(self.halfway), label="halfway to the scalars")
         flat = np.repeat(self.compressed[..., None], len(self.steps), -1)
-        draw_curve(axes, self.steps, interval(flat), label="scalars alone", color="black", linestyle="--")
-        axes.set_xlabel("training step")
-        axes.set_ylabel("loss")
-        axes.legend()
-        return axes
+        with drawing(ax) as ax:
+            for losses, label in ((self.trained, "trained"), (self.halfway, "halfway to the scalars")):
+                draw_curve(ax, self.steps, Estimate.of(losses, "step"), label=label)
+            of_scalars = Estimate.of(flat, "step")
+            draw_curve(ax, self.steps, of_scalars, label="scalars alone", color="black", linestyle="--")
+            ax.set(xlabel="training step", ylabel="loss")
+            ax.legend()
+        return ax
 
 
 def interpolate(kept: Mapping[int, Transformer], scalars: Scalars, examples: Examples) -> Interpolation:
@@ -345,24 +366,18 @@ def interpolate(kept: Mapping[int, Transformer], scalars: Scalars, examples: Exa
     )
     trained = np.stack([np.asarray(run(kept[step])) for step in steps], -1)
     halfway = np.stack([np.asarray(mixed(kept[step])) for step in steps], -1)
-    return Interpolation(
-        np.array(steps), trained, halfway, np.asarray(run(from_products(kept[steps[-1]], target)))
-    )
+    compressed = np.asarray(run(from_products(kept[steps[-1]], target)))
+    return Interpolation(steps=np.array(steps), trained=trained, halfway=halfway, compressed=compressed)
 
 
 def sequence_losses(models: Transformer, examples: Examples) -> Float[Array, "seed batch"]:
     """½‖error‖² of every sequence, mean over the positions that predict."""
-    weight = examples.predicts.astype(examples.targets.dtype)
-
-    def one(model: Transformer) -> Array:
-        return half_squared_errors(model(examples.tokens), examples.targets) @ (weight / jnp.sum(weight))
-
-    return jax.vmap(one)(models)
+    return jax.vmap(lambda model: loss_of(model(examples.tokens), examples))(models)
 
 
-@dataclass(frozen=True)
-class MesaObjective:
-    r"""What one layer descends, from its 12 scalars. Axes: `axes`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MesaObjective(Result):
+    r"""What one layer descends, from its 12 scalars.
 
     With tokens $[0, s_t, s_t, s_{t-1}]$ and $g_{acb} = \sum_h p_c^h m_{ba}^h$ (p writes slot c to the prediction; m
     couples the key's slot b with the query's slot a; a, b, c are 0 for $s_t$ and 1 for $s_{t-1}$), the layer predicts
@@ -381,7 +396,6 @@ class MesaObjective:
     """
 
     weights: Float[np.ndarray, "seed query value key"]
-    axes: tuple[str, ...] = ("seed", "query", "value", "key")
 
     @property
     def eta(self) -> Float[np.ndarray, " seed"]:
@@ -398,9 +412,20 @@ class MesaObjective:
         """Of next-token prediction in the sum of all squared weights; 1 is Proposition 1."""
         return self.eta**2 / np.sum(self.weights**2, (1, 2, 3))
 
-    def relative(self, *, level: float = 0.95) -> Interval:
-        """Weights over η, mean over seeds: present where the interval leaves out zero."""
-        return interval((self.weights / self.eta[:, None, None, None])[:, None], level=level)
+    def relative(self) -> Estimate:
+        """Weights over η."""
+        return Estimate.over_seeds(self.weights / self.eta[:, None, None, None], "query", "value", "key")
+
+    @property
+    def descends(self) -> bool:
+        """Whether next-token prediction is more than half of the objective, whichever seeds had been drawn."""
+        return bool(Estimate.over_seeds(self.share).above(0.5))
+
+    @property
+    def present(self) -> Bool[np.ndarray, "query value key"]:
+        """Which weights differ from zero in the same direction whichever seeds had been drawn (99%)."""
+        low, high = self.relative().interval(0.99)
+        return (low > 0) | (high < 0)
 
     def predictions(
         self, observations: Float[Array, "batch time+1 obs"], *, only_next_token: bool = False
@@ -420,18 +445,15 @@ class MesaObjective:
         mixed = jnp.einsum("sack,akbti->sbtic", jnp.asarray(weights, now.dtype), similar, precision="highest")
         return jnp.einsum("sbtic,cbin->sbtn", mixed, both, precision="highest")
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Weights over η, by what is predicted from what and for which query."""
-        axes = canvas(axes)
-        found, names = self.relative(), ("s_t", "s_{t-1}")
+        names = ("s_t", "s_{t-1}")
         labels = [f"${names[c]}$ from ${names[b]}$, for ${names[a]}$" for a, c, b in np.ndindex(2, 2, 2)]
-        mean = found.mean.reshape(-1)
-        errors = np.stack([mean - found.low.reshape(-1), found.high.reshape(-1) - mean])
-        axes.errorbar(mean, range(len(labels)), xerr=np.where(np.isfinite(errors), errors, 0), fmt="o")
-        axes.axvline(0, color="black", linewidth=0.5)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.set_xlabel("weight in the objective, over η")
-        return axes
+        flat = Estimate.over_seeds(self.relative().values.reshape(len(self.weights), -1), "weight")
+        with drawing(ax) as ax:
+            draw_points(ax, labels, flat)
+            ax.set_xlabel("weight in the objective, over η")
+        return ax
 
 
 def mesa_objective(
@@ -453,4 +475,4 @@ def mesa_objective(
         )
     m = scalars.read[:, 0][:, :, slots][..., slots]
     p = scalars.write[:, 0, :, prediction][..., slots]
-    return MesaObjective(np.einsum("shc,shba->sacb", p, m))
+    return MesaObjective(weights=np.einsum("shc,shba->sacb", p, m))

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from mesascope.analysis.intervals import Interval, Predict, canvas, draw_curve, interval, seeds_of
+from mesascope.analysis.results import Estimate, Predict, Result, draw_curve, draw_points, drawing, seeds_of
 from mesascope.tasks.few_shot import FewShot, Regression
 from mesascope.theory import solvers
 from mesascope.training import half_squared_errors, optimize
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Vectors(NamedTuple):
@@ -39,9 +42,9 @@ class Vectors(NamedTuple):
     prefix: Float[Array, "seed prefix obs"] | None = None
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Errors at the inputs of a prompt. Axes: `axes`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Curve(Result):
+    """Errors at the inputs of a prompt.
 
     Attributes:
         losses: ½‖error‖².
@@ -52,22 +55,20 @@ class Curve:
     losses: Float[np.ndarray, "seed sequence pair"]
     pair: Int[np.ndarray, " pair"]
     task: Int[np.ndarray, " pair"]
-    axes: tuple[str, ...] = ("seed", "sequence", "pair")
 
     @property
-    def loss(self) -> Interval:
-        """Mean over models and sequences, by pair."""
-        return interval(self.losses)
+    def loss(self) -> Estimate:
+        """By pair."""
+        return Estimate.of(self.losses, "pair")
 
-    def plot(self, axes: Any = None, **style: Any) -> Any:
+    def plot(self, *, ax: "Axes | None" = None, **style: Any) -> "Axes":
         """Errors over pairs seen; tasks one after the other."""
-        axes = canvas(axes)
-        draw_curve(axes, np.arange(1, len(self.pair) + 1), self.loss, **style)
-        for switch in np.flatnonzero(np.diff(self.task)):
-            axes.axvline(switch + 1.5, color="black", linewidth=0.5)
-        axes.set_xlabel("pair")
-        axes.set_ylabel("loss")
-        return axes
+        with drawing(ax) as ax:
+            draw_curve(ax, np.arange(1, len(self.pair) + 1), self.loss, **style)
+            for switch in np.flatnonzero(np.diff(self.task)):
+                ax.axvline(switch + 1.5, color="0.4", linewidth=0.8)
+            ax.set(xlabel="pair", ylabel="loss", ylim=(0, None))
+        return ax
 
 
 def regression_curve(
@@ -94,7 +95,7 @@ def regression_curve(
     @jax.jit
     def batch(key: PRNGKeyArray) -> Array:
         regression = _pairs(task, key, batch_size)
-        return _losses(predict, models, task, regression, vectors)
+        return jax.vmap(lambda model, own: _losses(predict, model, task, regression, own))(models, vectors)
 
     losses = [np.asarray(batch(k)) for k in jax.random.split(key, -(-sequences // batch_size))]
     return _curve(task, np.concatenate(losses, 1)[:, :sequences])
@@ -144,40 +145,35 @@ def controls(
     }
 
 
-@dataclass(frozen=True)
-class Ascent:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ascent(Result):
     """Whether errors first rise.
 
     Attributes:
         pair: where the error is largest, on the first half of the sequences.
         rise: the error there less that of the first pair, on the second half.
-        seed_pair, seed_rise: the same for every model by itself, over sequences only.
+        seed_pair, seed_rise: the same for every model by itself (along the axis "model"), over sequences only.
     """
 
     pair: int
-    rise: Interval
+    rise: Estimate
     seed_pair: Int[np.ndarray, " seed"]
-    seed_rise: Interval
-    axes: tuple[str, ...] = ("seed",)
+    seed_rise: Estimate
 
     @property
     def present(self) -> bool:
-        """The interval lies above zero."""
-        return bool(self.rise.low > 0)
+        """Whether they do, whichever sequences and seeds had been drawn."""
+        return bool(self.rise.above(0))
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """The rise of every model."""
-        axes = canvas(axes)
-        rise = self.seed_rise
-        errors = np.stack([rise.mean - rise.low, rise.high - rise.mean])
-        axes.errorbar(range(len(rise.mean)), rise.mean, yerr=errors, fmt="o")
-        axes.axhline(0, color="black", linewidth=0.5)
-        axes.set_xlabel("seed")
-        axes.set_ylabel("rise of the loss")
-        return axes
+        with drawing(ax) as ax:
+            draw_points(ax, [f"seed {i}" for i in range(len(self.seed_pair))], self.seed_rise)
+            ax.set_xlabel("loss at its highest less that of the first pair")
+        return ax
 
 
-def early_ascent(curve: Curve, *, within: int = 20, level: float = 0.98) -> Ascent:
+def early_ascent(curve: Curve, *, within: int = 20) -> Ascent:
     """The rise of the error from the first pair of the first task to its highest point.
 
     The highest point of a noisy curve is above the first by luck alone, so the two halves of the sequences share the
@@ -185,7 +181,6 @@ def early_ascent(curve: Curve, *, within: int = 20, level: float = 0.98) -> Asce
 
     Args:
         within: so many pairs are early.
-        level: of the intervals; with 0.98, one in a hundred curves that do not rise is said to.
     """
     if curve.losses.shape[1] < 4 or within < 2:
         raise ValueError(
@@ -195,27 +190,74 @@ def early_ascent(curve: Curve, *, within: int = 20, level: float = 0.98) -> Asce
     half = early.shape[1] // 2
     where, measured = early[:, :half].mean(1), early[:, half:]
     peak = 1 + int(np.argmax(where.mean(0)[1:]))
-    rise = interval(measured[..., peak] - measured[..., 0], level=level)
     own = 1 + np.argmax(where[:, 1:], 1)
-    by_seed = [interval((m[:, p] - m[:, 0])[None], level=level) for m, p in zip(measured, own, strict=True)]
-    return Ascent(peak + 1, rise, own + 1, Interval(*(np.stack(part) for part in zip(*by_seed, strict=True))))
+    rises = np.stack([m[:, p] - m[:, 0] for m, p in zip(measured, own, strict=True)], -1)
+    return Ascent(
+        pair=peak + 1,
+        rise=Estimate.of(measured[..., peak] - measured[..., 0]),
+        seed_pair=own + 1,
+        seed_rise=Estimate.of(rises[None], "model"),
+    )
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """Vectors tuned for every model, and the loss before each step (mean over models)."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gain(Result):
+    """What a change of prompts does to errors, on the same pairs.
+
+    Attributes:
+        difference: loss after less loss before, by pair.
+        total: mean over pairs.
+    """
+
+    difference: Estimate
+    total: Estimate
+
+    @property
+    def helps(self) -> bool:
+        """Whether errors are lower, whichever sequences and seeds had been drawn."""
+        return bool(self.total.below(0))
+
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
+        """The difference by pair."""
+        with drawing(ax) as ax:
+            ax.axhline(0, color="0.4", linewidth=0.8)
+            draw_curve(ax, np.arange(1, self.difference.values.shape[-1] + 1), self.difference)
+            ax.set(xlabel="pair", ylabel="loss after less loss before")
+        return ax
+
+
+def gain(before: Curve, after: Curve) -> Gain:
+    """Compare two curves of the same models, made with the same key; pairs that only one of them has do not count.
+
+    Raises:
+        ValueError: curves of other seeds, sequences or tasks.
+    """
+    first, second = before.losses.shape[:2], after.losses.shape[:2]
+    count = min(len(before.pair), len(after.pair))
+    same = np.array_equal(before.pair[:count], after.pair[:count])
+    if first != second or not same:
+        raise ValueError(
+            f"curves: expected the same seeds, sequences and tasks in both, got (seed, sequence) = {first} and "
+            f"{second}{'' if same else ', and pairs numbered differently'}."
+        )
+    difference = after.losses[..., :count] - before.losses[..., :count]
+    return Gain(difference=Estimate.of(difference, "pair"), total=Estimate.of(difference.mean(-1)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tuned(Result):
+    """Vectors tuned for every model, and the loss before each step."""
 
     vectors: Vectors
-    losses: Float[np.ndarray, " step"]
-    axes: tuple[str, ...] = ("seed",)
+    losses: Float[np.ndarray, "seed step"]
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """The loss over tuning steps."""
-        axes = canvas(axes)
-        axes.plot(self.losses)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        return axes
+        with drawing(ax) as ax:
+            steps = np.arange(self.losses.shape[1])
+            draw_curve(ax, steps, Estimate.over_seeds(self.losses, "step"))
+            ax.set(xlabel="step of tuning", ylabel="loss", ylim=(0, None))
+        return ax
 
 
 def tune_eos(
@@ -274,26 +316,27 @@ def _tune(
     shape = (seeds, task.prefix, task.dim) if task.prefix else (seeds, task.dim)
     start = jax.random.normal(start_key, shape, jnp.float32)
 
-    def loss(vector: Array, regression: Regression) -> Array:
-        # A sum over models: Adam works entry by entry, so that each is tuned as if alone.
-        losses = _losses(predict, models, task, regression, fixed._replace(**{what: vector}))
-        return jnp.sum(jnp.mean(losses, (1, 2)))
+    def one(model: PyTree, start: Array, fixed: Vectors) -> tuple[Array, Array]:
+        def loss(vector: Array, regression: Regression) -> Array:
+            return jnp.mean(_losses(predict, model, task, regression, fixed._replace(**{what: vector})))
 
-    with jax.numpy_dtype_promotion("standard"):
-        tuned, losses = optimize(
+        return optimize(
             loss, start, lambda key: _pairs(task, key, batch_size),
             steps=steps, optimizer=optax.adam(rate), key=data_key,
         )  # fmt: skip
-    return Tuned(fixed._replace(**{what: tuned}), np.asarray(losses) / seeds)
+
+    with jax.numpy_dtype_promotion("standard"):
+        tuned, losses = jax.vmap(one)(models, start, fixed)
+    return Tuned(vectors=fixed._replace(**{what: tuned}), losses=np.asarray(losses))
 
 
-def plot_curves(curves: Mapping[str, Curve], axes: Any = None) -> Any:
+def plot_curves(curves: Mapping[str, Curve], *, ax: "Axes | None" = None) -> "Axes":
     """Several curves, by name."""
-    axes = canvas(axes)
-    for name, curve in curves.items():
-        curve.plot(axes, label=name)
-    axes.legend()
-    return axes
+    with drawing(ax) as ax:
+        for name, curve in curves.items():
+            curve.plot(ax=ax, label=name)
+        ax.legend()
+    return ax
 
 
 def _pairs(task: FewShot, key: PRNGKeyArray, batch_size: int) -> Regression:
@@ -303,19 +346,17 @@ def _pairs(task: FewShot, key: PRNGKeyArray, batch_size: int) -> Regression:
 
 
 def _losses(
-    predict: Predict, models: PyTree, task: FewShot, regression: Regression, vectors: Vectors
-) -> Float[Array, "seed batch pair"]:
-    def one(model: PyTree, vectors: Vectors) -> Array:
-        prompt = task.prompt(regression, eos=vectors.eos, prefix=vectors.prefix)
-        predictions = predict(model, prompt.tokens)
-        if predictions.shape[:-1] != prompt.targets.shape[:-1] or predictions.shape[-1] < task.dim:
-            raise ValueError(
-                f"predict: expected predictions for every token, [..., {task.length}, at least {task.dim}], got "
-                f"shape {predictions.shape}."
-            )
-        return half_squared_errors(predictions, prompt.targets)[:, task.layout.predicts]
-
-    return jax.vmap(one)(models, vectors)
+    predict: Predict, model: PyTree, task: FewShot, regression: Regression, vectors: Vectors
+) -> Float[Array, "batch pair"]:
+    """Of one model, with its own vectors."""
+    prompt = task.prompt(regression, eos=vectors.eos, prefix=vectors.prefix)
+    predictions = predict(model, prompt.tokens)
+    if predictions.shape[:-1] != prompt.targets.shape[:-1] or predictions.shape[-1] < task.dim:
+        raise ValueError(
+            f"predict: expected predictions for every token, [..., {task.length}, at least {task.dim}], got "
+            f"shape {predictions.shape}."
+        )
+    return half_squared_errors(predictions, prompt.targets)[:, task.layout.predicts]
 
 
 def _checked(task: FewShot, vectors: Vectors, seeds: int) -> Vectors:
@@ -337,4 +378,4 @@ def _checked(task: FewShot, vectors: Vectors, seeds: int) -> Vectors:
 
 def _curve(task: FewShot, losses: np.ndarray) -> Curve:
     predicts = task.layout.predicts
-    return Curve(losses, task.layout.number[predicts] + 1, task.layout.task[predicts])
+    return Curve(losses=losses, pair=task.layout.number[predicts] + 1, task=task.layout.task[predicts])

@@ -18,19 +18,31 @@ place.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from mesascope.analysis.intervals import Interval, Trace, canvas, draw_curve, interval, seeds_of
-from mesascope.analysis.linearize import Sample, unknown_path
+from mesascope.analysis.linearize import Sample
+from mesascope.analysis.results import (
+    Estimate,
+    Result,
+    Trace,
+    check_paths,
+    draw_curve,
+    draw_points,
+    drawing,
+    loss_of,
+    seeds_of,
+)
 from mesascope.ops import mesa_attention
 from mesascope.tasks import Examples
 from mesascope.tasks.tokens import delayed
-from mesascope.training import half_squared_errors
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Edits = dict[str, Callable[[Array], Array]]
 Case = Callable[[PyTree, Examples, Mapping[str, Array]], Edits]
@@ -114,9 +126,9 @@ def replace(path: str, by: Callable[[Mapping[str, Array], Examples], Array], *, 
     return case
 
 
-@dataclass(frozen=True)
-class Effects:
-    """What each case does. Axes: `axes`; of `loss` without case, of `distance` seed, case, time.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Effects(Result):
+    """What each case does.
 
     Attributes:
         names: of the cases.
@@ -129,25 +141,23 @@ class Effects:
     names: tuple[str, ...]
     loss: Float[np.ndarray, "seed sequence"]
     edited: Float[np.ndarray, "seed sequence case"]
-    distance: Float[np.ndarray, "seed case time"]
-    axes: tuple[str, ...] = ("seed", "sequence", "case")
+    distance: Estimate
 
-    def difference(self, *, level: float = 0.95) -> Interval:
-        """Loss with each case less that without."""
-        return interval(self.edited - self.loss[..., None], level=level)
+    def difference(self) -> Estimate:
+        """Loss with each case less that without, by case."""
+        return Estimate.of(self.edited - self.loss[..., None], "case")
 
-    def plot(self, axes: Any = None) -> Any:
+    @property
+    def harmful(self) -> Bool[np.ndarray, " case"]:
+        """Which cases raise the loss, whichever sequences and seeds had been drawn: the model needs what they take."""
+        return self.difference().above(0)
+
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Differences of losses, by case."""
-        axes = canvas(axes)
-        found = self.difference()
-        errors = np.stack([found.mean - found.low, found.high - found.mean])
-        axes.errorbar(
-            found.mean, range(len(self.names)), xerr=np.where(np.isfinite(errors), errors, 0), fmt="o"
-        )
-        axes.axvline(0, color="black", linewidth=0.5)
-        axes.set_yticks(range(len(self.names)), self.names)
-        axes.set_xlabel("loss less that of the model")
-        return axes
+        with drawing(ax) as ax:
+            draw_points(ax, self.names, self.difference())
+            ax.set_xlabel("loss less that of the model")
+        return ax
 
 
 def effects(
@@ -181,26 +191,26 @@ def effects(
             losses, distances = [], []
             for case in cases.values():
                 edits = case(model, examples, seen)
-                for path in edits:
-                    if path not in seen:
-                        raise KeyError(unknown_path(path, seen))
+                check_paths(list(edits), seen)
                 changed, _ = trace(model, examples.tokens, edit=edits)
-                losses.append(_loss(changed, examples))
-                distances.append(jnp.sum((changed - base) ** 2, (0, -1)))
-            power = jnp.sum(base**2, (0, -1))
-            return _loss(base, examples), jnp.stack(losses, -1), jnp.stack(distances), power
+                losses.append(loss_of(changed, examples))
+                distances.append(jnp.sum((changed - base) ** 2, -1))
+            power = jnp.sum(base**2, -1)
+            return loss_of(base, examples), jnp.stack(losses, -1), jnp.stack(distances, 1), power
 
         return jax.vmap(one)(models)
 
     keys = jax.random.split(key, -(-sequences // batch_size))
     loss, edited, far, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
-    distance = _relative(np.sum(far, 0), np.sum(power, 0)[:, None])
-    return Effects(tuple(cases), np.concatenate(loss, 1), np.concatenate(edited, 1), distance)
+    distance = _relative(np.concatenate(far, 1), np.concatenate(power, 1)[:, :, None], "case")
+    return Effects(
+        names=tuple(cases), loss=np.concatenate(loss, 1), edited=np.concatenate(edited, 1), distance=distance
+    )
 
 
-@dataclass(frozen=True)
-class SolverSwap:
-    """Layers from some depth on replaced by exact least squares. Axes: `axes`; `distance` is seed, depth, time.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SolverSwap(Result):
+    """Layers from some depth on replaced by exact least squares.
 
     Attributes:
         paths: the residual stream from which the solver reads, by depth.
@@ -211,33 +221,39 @@ class SolverSwap:
         swapped: of least squares on what was decoded.
         distance: of predictions from those of the model, squared and over their squares.
         control: the same distance for the solver that reads the decoded sequence of the neighbor in the batch.
+        tolerance: up to which distance two predictions count as the same.
     """
 
     paths: tuple[str, ...]
     lam: Float[np.ndarray, "seed depth"]
-    unexplained: Float[np.ndarray, "seed depth 2"]
+    unexplained: Float[np.ndarray, "seed depth decoder"]
     loss: Float[np.ndarray, "seed sequence"]
     solver: Float[np.ndarray, " sequence"]
     swapped: Float[np.ndarray, "seed sequence depth"]
-    distance: Float[np.ndarray, "seed depth time"]
-    control: Float[np.ndarray, "seed depth time"]
-    axes: tuple[str, ...] = ("seed", "sequence", "depth")
+    distance: Estimate
+    control: Estimate
+    tolerance: float
 
-    def difference(self, *, level: float = 0.95) -> Interval:
+    def difference(self) -> Estimate:
         """Loss with the solver less that of the model, by depth: below zero, the solver does better."""
-        return interval(self.swapped - self.loss[..., None], level=level)
+        return Estimate.of(self.swapped - self.loss[..., None], "depth")
 
-    def plot(self, axes: Any = None) -> Any:
+    @property
+    def equal(self) -> Bool[np.ndarray, "depth time"]:
+        """Where the solver predicts what the model does up to the tolerance, and the control does not (99%)."""
+        return self.distance.below(self.tolerance) & self.control.above(self.tolerance)
+
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Loss by the depth from which on layers are replaced."""
-        axes = canvas(axes)
-        depth = np.arange(len(self.paths))
-        draw_curve(axes, depth, interval(self.swapped), label="solver from here on", marker="o")
-        axes.axhline(self.loss.mean(), color="black", label="model")
-        axes.axhline(self.solver.mean(), color="black", linestyle="--", label="solver on observations")
-        axes.set_xticks(depth, self.paths, rotation=45, ha="right")
-        axes.set_ylabel("loss")
-        axes.legend()
-        return axes
+        with drawing(ax) as ax:
+            depth = np.arange(len(self.paths))
+            draw_curve(ax, depth, Estimate.of(self.swapped, "depth"), label="solver from here on", marker="o")
+            ax.axhline(self.loss.mean(), color="black", label="model")
+            ax.axhline(self.solver.mean(), color="black", linestyle="--", label="solver on observations")
+            ax.set_xticks(depth, self.paths, rotation=45, ha="right")
+            ax.set(ylabel="loss", ylim=(0, None))
+            ax.legend()
+        return ax
 
 
 LAMS = tuple(10.0 ** np.arange(-1, 4.5, 0.5))
@@ -251,6 +267,7 @@ def solver_from(
     *,
     observation: Callable[[Examples], Float[Array, "batch time obs"]] | None = None,
     lams: Sequence[float] = LAMS,
+    tolerance: float = 0.05,
     sequences: int = 512,
     batch_size: int = 128,
     key: PRNGKeyArray,
@@ -266,6 +283,7 @@ def solver_from(
     Args:
         observation: $s_t$ from the sequences; None: the tokens themselves.
         lams: to choose λ from.
+        tolerance: see `SolverSwap`.
     """
     seeds_of(models)
     fit_key, test_key = jax.random.split(key)
@@ -277,9 +295,7 @@ def solver_from(
 
         def one(model: PyTree) -> tuple[Array, Array]:
             predictions, seen = trace(model, examples.tokens)
-            for path in paths:
-                if path not in seen:
-                    raise KeyError(unknown_path(path, seen))
+            check_paths(paths, seen)
             return predictions[..., : examples.targets.shape[-1]], jnp.stack([seen[path] for path in paths])
 
         now = examples.tokens if observation is None else observation(examples)
@@ -340,35 +356,35 @@ def solver_from(
         guess = np.asarray(solve(query, previous, per_depth))
         late = np.asarray(delayed(jnp.asarray(now), 1))
         own = np.asarray(solve(now, late, jnp.full((1, 1), exact, now.dtype)))
-        loss.append(np.asarray(_loss(predictions, examples)))
-        swapped.append(np.moveaxis(np.asarray(_loss(guess, examples)), 1, 2))
-        solver.append(np.asarray(_loss(own, examples)))
-        base = predictions[:, None]
-        far.append(np.sum((guess - base) ** 2, (2, 4)))
-        wrong.append(np.sum((np.roll(guess, 1, 2) - base) ** 2, (2, 4)))
-        power.append(np.sum(base**2, (2, 4)))
+        loss.append(np.asarray(loss_of(predictions, examples)))
+        swapped.append(np.moveaxis(np.asarray(loss_of(guess, examples)), 1, 2))
+        solver.append(np.asarray(loss_of(own, examples)))
+        base, guess = predictions[:, :, None], np.moveaxis(guess, 1, 2)
+        far.append(np.sum((guess - base) ** 2, -1))
+        wrong.append(np.sum((np.roll(guess, 1, 1) - base) ** 2, -1))
+        power.append(np.sum(base**2, -1))
         left.append(
             np.stack([np.sum((query - now) ** 2, (2, 3, 4)), np.sum((previous - late) ** 2, (2, 3, 4))], -1)
         )
         total.append(np.array([np.sum(now**2), np.sum(late**2)]))
-    power = np.sum(power, 0)
+    squares = np.concatenate(power, 1)
     return SolverSwap(
-        tuple(paths), lam, np.sum(left, 0) / np.sum(total, 0), np.concatenate(loss, 1), np.concatenate(solver),
-        np.concatenate(swapped, 1), _relative(np.sum(far, 0), power), _relative(np.sum(wrong, 0), power),
+        paths=tuple(paths), lam=lam, unexplained=np.sum(left, 0) / np.sum(total, 0),
+        loss=np.concatenate(loss, 1), solver=np.concatenate(solver), swapped=np.concatenate(swapped, 1),
+        distance=_relative(np.concatenate(far, 1), squares, "depth"),
+        control=_relative(np.concatenate(wrong, 1), squares, "depth"), tolerance=tolerance,
     )  # fmt: skip
 
 
-def _relative(far: np.ndarray, power: np.ndarray) -> np.ndarray:
-    """Over the squares of the model's predictions; not a number at times when it predicts nothing."""
-    nothing = power <= 1e-9 * np.mean(power, -1, keepdims=True)
-    return np.where(nothing, np.nan, far / np.where(nothing, 1, power))
-
-
-def _loss(predictions: Any, examples: Examples) -> Float[Array, "*lead batch"]:
-    weight = jnp.asarray(examples.predicts).astype(examples.targets.dtype)
-    return half_squared_errors(jnp.asarray(predictions), jnp.asarray(examples.targets)) @ (
-        weight / jnp.sum(weight)
-    )
+def _relative(
+    far: Float[np.ndarray, "seed sequence case time"],
+    power: Float[np.ndarray, "seed sequence 1 time"],
+    axis: str,
+) -> Estimate:
+    """Over the squares of each model's predictions; not a number at times when it predicts nothing."""
+    size = power.mean(1, keepdims=True, dtype=np.float64)
+    nothing = size <= 1e-9 * np.mean(size, -1, keepdims=True)
+    return Estimate.of(far / np.where(nothing, np.nan, size), axis, "time")
 
 
 def _blank(x: Array, to: str) -> Array:

@@ -18,19 +18,31 @@ bound it is a check: a lower bound of what these queries and keys allow.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from mesascope.analysis.intervals import Interval, Trace, canvas, ratio_interval, seeds_of
+from mesascope.analysis.results import (
+    Estimate,
+    Result,
+    Trace,
+    check_paths,
+    draw_points,
+    drawing,
+    loss_of,
+    seeds_of,
+)
 from mesascope.models import Transformer, positions
 from mesascope.ops import linear_attention
 from mesascope.tasks import Examples
 from mesascope.training import half_squared_errors
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Sample = Callable[[PRNGKeyArray, int], Examples]
 
@@ -138,9 +150,9 @@ def best_write(
     return LinearLayer(padded(queries), padded(keys), wide.values, jnp.asarray(solved, eye.dtype))
 
 
-@dataclass(frozen=True)
-class Linearization:
-    """Axes: `axes` and, of losses, `loss_axes`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Linearization(Result):
+    """Linear layers, and models in which one takes the place of a layer.
 
     Attributes:
         layers: the distilled layers.
@@ -151,6 +163,7 @@ class Linearization:
             for sampling, and up to the sequences it was solved on).
         loss: of the model as it is, by sequence.
         swapped: with one layer replaced.
+        removed: with one layer left out, a control: what nothing depends on is replaced at no cost.
     """
 
     layers: LinearLayer
@@ -160,25 +173,30 @@ class Linearization:
     least: Float[np.ndarray, "seed layer"]
     loss: Float[np.ndarray, "seed sequence"]
     swapped: Float[np.ndarray, "seed sequence layer"]
-    axes: tuple[str, ...] = ("seed", "layer")
-    loss_axes: tuple[str, ...] = ("seed", "sequence", "layer")
+    removed: Float[np.ndarray, "seed sequence layer"]
 
     @property
-    def ratio(self) -> Interval:
-        """Loss with the layer replaced over loss without, by layer."""
-        return ratio_interval(self.swapped, np.broadcast_to(self.loss[..., None], self.swapped.shape))
+    def ratio(self) -> Estimate:
+        """Loss with the layer replaced over that of the model, by layer."""
+        return Estimate.ratio(self.swapped, self.loss[..., None], "layer")
 
-    def plot(self, axes: Any = None) -> Any:
+    @property
+    def removed_ratio(self) -> Estimate:
+        """Loss without the layer over that of the model, by layer."""
+        return Estimate.ratio(self.removed, self.loss[..., None], "layer")
+
+    @property
+    def linear(self) -> Bool[np.ndarray, " layer"]:
+        """Whether linear attention does what the layer does: the loss rises by less than 5%, and without the layer by
+        more, whichever sequences and seeds had been drawn."""
+        return self.ratio.below(1.05) & self.removed_ratio.above(1.05)
+
+    def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Ratios by layer."""
-        axes = canvas(axes)
-        ratio, layer = self.ratio, np.arange(1, self.swapped.shape[-1] + 1)
-        errors = np.stack([ratio.mean - ratio.low, ratio.high - ratio.mean])
-        axes.errorbar(layer, ratio.mean, yerr=np.where(np.isfinite(errors), errors, 0), fmt="o")
-        axes.axhline(1, color="black", linewidth=0.5)
-        axes.set_xticks(layer)
-        axes.set_xlabel("layer made linear")
-        axes.set_ylabel("loss over that of the model")
-        return axes
+        with drawing(ax) as ax:
+            draw_points(ax, [f"layer {i + 1}" for i in range(self.swapped.shape[-1])], self.ratio, zero=1.0)
+            ax.set_xlabel("loss with the layer made linear, over that of the model")
+        return ax
 
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -266,10 +284,8 @@ def linearize(
     # Back to the units of the model.
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
     found = LinearLayer(found.queries / x, found.keys / x, found.values / x, found.output * y)
-    residual, loss, swapped = _measure(
-        trace, models, sites, sample, found, heads, batch_size, test_sequences, test_key
-    )
-    return Linearization(found, heads, rate, residual, least, loss, swapped)
+    measured = _measure(trace, models, sites, sample, found, heads, batch_size, test_sequences, test_key)
+    return Linearization(layers=found, heads=heads, rate=rate, least=least, **measured)
 
 
 def swap(site: Site, model: PyTree, layer: LinearLayer, heads: int) -> dict[str, Callable[[Array], Array]]:
@@ -304,9 +320,7 @@ def _recorder(trace: Trace, models: PyTree, sites: Sequence[Site]) -> Callable[[
 
     def one(model: PyTree, tokens: Array) -> Recorded:
         _, seen = trace(model, tokens)
-        for path in (path for site in sites for path in (site.input, site.output)):
-            if path not in seen:
-                raise KeyError(unknown_path(path, seen))
+        check_paths([path for site in sites for path in (site.input, site.output)], seen)
         widths = {seen[site.input].shape[-1] for site in sites}
         if len(widths) > 1:
             raise ValueError(f"sites: expected layers of one width, got {sorted(widths)}.")
@@ -319,14 +333,6 @@ def _recorder(trace: Trace, models: PyTree, sites: Sequence[Site]) -> Callable[[
         return jax.tree.map(lambda *a: jnp.stack(a), *layers)
 
     return lambda tokens: jax.lax.stop_gradient(jax.vmap(one, (0, None))(models, tokens))
-
-
-def unknown_path(path: str, known: Any) -> str:
-    """A sentence that names the nearest paths there are."""
-    import difflib
-
-    near = difflib.get_close_matches(path, list(known), n=5, cutoff=0) or sorted(known)[:5]
-    return f"path: there is no activation {path!r}. The nearest are: {', '.join(near)}."
 
 
 def _head_outputs(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, "*lead time heads*key"]:
@@ -386,8 +392,8 @@ def _descend(
 
 def _gather(draw: Callable[[PRNGKeyArray], Recorded], keys: PRNGKeyArray) -> Recorded:
     """Several batches as one, [seed, layer, sequence, time, width], in numpy."""
-    batches = [jax.tree.map(np.asarray, draw(key)) for key in keys]
-    return jax.tree.map(lambda *a: np.concatenate(a, 2), *batches)
+    parts = [jax.tree.map(np.asarray, draw(key)) for key in keys]
+    return jax.tree.map(lambda *a: np.concatenate(a, 2), *parts)
 
 
 def _least_squares(features: Any, targets: Any, ridge: float) -> np.ndarray:
@@ -429,29 +435,33 @@ def _measure(
     batch_size: int,
     sequences: int,
     key: PRNGKeyArray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Residuals, and losses as they are and with each layer replaced."""
+) -> dict[str, np.ndarray]:
+    """Residuals, and losses as they are, with each layer replaced and without it."""
 
     @jax.jit
-    def batch(key: PRNGKeyArray) -> tuple[Array, Array, Array, Array]:
+    def batch(key: PRNGKeyArray) -> tuple[Array, ...]:
         examples = sample(key, batch_size)
-        weight = examples.predicts.astype(examples.targets.dtype)
-        weight = weight / jnp.sum(weight)
 
-        def one(model: PyTree, layers: LinearLayer) -> tuple[Array, Array, Array, Array]:
+        def one(model: PyTree, layers: LinearLayer) -> tuple[Array, ...]:
             predictions, seen = trace(model, examples.tokens)
-            losses, error, power = [], [], []
+            columns = []
             for i, site in enumerate(sites):
                 layer = jax.tree.map(lambda a, i=i: a[i], layers)
                 swapped, after = trace(model, examples.tokens, edit=swap(site, model, layer, heads))
-                losses.append(half_squared_errors(swapped, examples.targets) @ weight)
-                error.append(jnp.sum((after[site.output] - seen[site.output]) ** 2))
-                power.append(jnp.sum(seen[site.output] ** 2))
-            loss = half_squared_errors(predictions, examples.targets) @ weight
-            return loss, jnp.stack(losses, -1), jnp.stack(error), jnp.stack(power)
+                removed, _ = trace(model, examples.tokens, edit={site.output: jnp.zeros_like})
+                error = jnp.sum((after[site.output] - seen[site.output]) ** 2)
+                losses = loss_of(swapped, examples), loss_of(removed, examples)
+                columns.append((*losses, error, jnp.sum(seen[site.output] ** 2)))
+            of_layers = (jnp.stack(column, -1) for column in zip(*columns, strict=True))
+            return loss_of(predictions, examples), *of_layers
 
         return jax.vmap(one)(models, layers)
 
     keys = jax.random.split(key, -(-sequences // batch_size))
-    losses, swapped, error, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
-    return np.sum(error, 0) / np.sum(power, 0), np.concatenate(losses, 1), np.concatenate(swapped, 1)
+    loss, swapped, removed, error, power = zip(
+        *(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True
+    )
+    return dict(
+        residual=np.sum(error, 0) / np.sum(power, 0), loss=np.concatenate(loss, 1),
+        swapped=np.concatenate(swapped, 1), removed=np.concatenate(removed, 1),
+    )  # fmt: skip

@@ -34,11 +34,13 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from mesascope.analysis.results import (
     Activations,
     Estimate,
+    Result,
     Running,
-    axes_for,
     batches,
+    check_paths,
     draw_curve,
-    house_style,
+    drawing,
+    join,
     reader,
     student_t,
     trace,
@@ -70,7 +72,7 @@ Sample = Callable[[PRNGKeyArray, int], Batch]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Probes:
+class Probes(Result):
     r"""Errors of probes, and of their controls.
 
     Attributes:
@@ -152,12 +154,13 @@ class Probes:
                 lines.append(f"{target} from {path}: relative error {found:.3g}, {said}")
         return "\n".join(lines)
 
-    def plot(self, target: str, *, ax: "Axes | None" = None) -> "Axes":
-        """Relative error by time, a line for each path, dark where it is deep; dashed the best of the controls."""
-        with house_style():
+    def plot(self, target: str | None = None, *, ax: "Axes | None" = None) -> "Axes":
+        """Relative error of a target (the first unless named) by time, a line for each path, dark where it is deep;
+        dashed the best of the controls."""
+        with drawing(ax) as ax:
             import matplotlib as mpl
 
-            ax = axes_for(ax)
+            target = self.targets[0] if target is None else target
             (i,) = self.at(target)
             time = np.arange(1, self.size.shape[1] + 1)
             shades = mpl.colormaps["cividis_r"](np.linspace(0.15, 1, len(self.paths)))
@@ -171,8 +174,7 @@ class Probes:
 
     def plot_targets(self, path: str, time: int = -1, *, ax: "Axes | None" = None) -> "Axes":
         """Relative error of all targets at one path and time (an index), with controls: a horizon curve."""
-        with house_style():
-            ax = axes_for(ax)
+        with drawing(ax) as ax:
             j = self.at(self.targets[0], path)[1]
             x = np.arange(len(self.targets))
             draw_curve(ax, x, self.relative[:, j, time], marker="o", label=path)
@@ -279,9 +281,8 @@ def probe(
         pairs, plain = outcomes(batch, 0), outcomes(batch, -1)
 
         on_size.add(_score(plain, parts)[None], kept)
-        from_input = _score(plain - _decode(_time_first(batch.tokens, batch.keep), decoders[-1, -1]), parts)[
-            None
-        ]
+        rest = plain - _decode(_time_first(batch.tokens, batch.keep), decoders[-1, -1])
+        from_input = _score(rest, parts)[None]
         on_input.add(from_input, kept)
         errors: list[np.ndarray] = []
         chance: list[np.ndarray] = []
@@ -303,13 +304,11 @@ def probe(
                 tracks["over_shuffled"][p].add((keep * others.mean(0) - mean)[None], kept)
                 tracks["over_input"][p].add((keep * from_input[0] - mean)[None], kept)
                 errors, chance = [], []
-    gathered = {name: _along_paths(track) for name, track in tracks.items()}
-    input_error = on_input.estimate("target", "time")
-    input_error = Estimate(
-        values=input_error.values[:, :, None],
-        sequences_error=input_error.sequences_error[:, None],
-        axes=("seed", "target", "path", "time"),
-    )
+    gathered = {
+        name: join([track.estimate("target", "time") for track in by_path], "path", at=2)
+        for name, by_path in tracks.items()
+    }
+    input_error = join([on_input.estimate("target", "time")], "path", at=2)
     controls = {"untrained": gathered["untrained"], "shuffled": gathered["shuffled"], "input": input_error}
     size = on_size.estimate("target", "time").values[0]
     smallest = 1e-12 * size[:, None]
@@ -327,7 +326,7 @@ def probe(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Course:
+class Course(Result):
     """Probes of the same models at several steps of their training.
 
     Attributes:
@@ -341,18 +340,14 @@ class Course:
     @property
     def relative(self) -> Estimate:
         """With the axis "step" after "seed"."""
-        parts = [p.relative for p in self.probes]
-        return Estimate(
-            values=np.stack([p.values for p in parts], 1),
-            sequences_error=np.stack([p.sequences_error for p in parts]),
-            axes=("seed", "step", *parts[0].axes[1:]),
-        )
+        return join([p.relative for p in self.probes], "step")
 
-    def plot(self, target: str, time: int = -1, *, ax: "Axes | None" = None) -> "Axes":
-        """Relative error by step of training at one time (an index), a line for each path."""
-        with house_style():
-            ax = axes_for(ax)
+    def plot(self, target: str | None = None, time: int = -1, *, ax: "Axes | None" = None) -> "Axes":
+        """Relative error of a target (the first unless named) by step of training, at one time (an index), a line for
+        each path."""
+        with drawing(ax) as ax:
             first = self.probes[0]
+            target = first.targets[0] if target is None else target
             (i,) = first.at(target)
             for j, path in enumerate(first.paths):
                 draw_curve(ax, self.steps, self.relative[:, i, j, time], label=path)
@@ -400,9 +395,8 @@ def _choose(
 
     shapes = jax.eval_shape(seen, model, batch.tokens)
     fitting = [path for path in order if shapes[path].ndim == 3 and shapes[path].shape[:2] == lead]
+    check_paths(paths or (), shapes)
     for path in paths or ():
-        if path not in shapes:
-            raise KeyError(unknown("path", path, fitting))
         if path not in fitting:
             raise ValueError(
                 f"path {path!r}: expected shape {(*lead, 'width')}, got {shapes[path].shape}. Have `activations` bring "
@@ -493,15 +487,6 @@ def _residual(
     d, c = decoder[..., :dim], cross[..., :dim]
     per_column = np.sum(d * (gram @ d - 2 * c), 1)
     return 0.5 * np.maximum(squares + np.add.reduceat(per_column, parts, -1).T, 0)
-
-
-def _along_paths(tracks: Sequence[Running]) -> Estimate:
-    parts = [track.estimate("target", "time") for track in tracks]
-    return Estimate(
-        values=np.stack([p.values for p in parts], 2),
-        sequences_error=np.stack([p.sequences_error for p in parts], 1),
-        axes=("seed", "target", "path", "time"),
-    )
 
 
 def _beats(
