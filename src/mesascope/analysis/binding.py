@@ -28,6 +28,7 @@ from mesascope.analysis.results import (
     draw_tiles,
     drawing,
     reader,
+    tiles_size,
     trace,
     unknown,
     unstack,
@@ -78,10 +79,10 @@ class AttentionMaps(Result):
 
     def plot(self, path: str | None = None, *, seed: int = 0, ax: "Axes | None" = None) -> "Axes":
         """The averaged map of every head of a layer, the first unless named, of one model."""
-        with drawing(ax) as ax:
-            if path is not None and path not in self.paths:
-                raise KeyError(unknown("path", path, self.paths))
-            maps = self.maps[seed, 0 if path is None else self.paths.index(path)]
+        if path is not None and path not in self.paths:
+            raise KeyError(unknown("path", path, self.paths))
+        maps = self.maps[seed, 0 if path is None else self.paths.index(path)]
+        with drawing(ax, size=tiles_size(1, len(maps))) as ax:
             draw_tiles(
                 ax, maps[None], rows=[""], columns=[f"head {h}" for h in range(len(maps))],
                 signed=bool((maps < 0).any()), label="attention",

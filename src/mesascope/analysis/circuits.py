@@ -33,7 +33,9 @@ from mesascope.analysis.results import (
     draw_tiles,
     drawing,
     loss_of,
+    rows_size,
     seeds_of,
+    tiles_size,
 )
 from mesascope.models import Linear, Transformer
 from mesascope.tasks import Examples
@@ -204,16 +206,16 @@ class Scalars(Result):
 
 
 def _heat_map(read: Any, write: Any, ax: "Axes | None") -> "Axes":
-    """Products, or their scalars, of every layer and head; each in units of its largest entry."""
-    products = [np.asarray(a, np.float64) for a in (read, write)]
-    columns = [f"{l + 1}.{h + 1}" for l, h in np.ndindex(*products[0].shape[:2])]
-    tiles = np.stack([a.reshape(-1, *a.shape[-2:]) / (np.max(np.abs(a)) or 1.0) for a in products])
-    with drawing(ax) as ax:
+    """Products, or their scalars: a row for each layer, in which each is in units of its largest entry."""
+    both = [np.asarray(a, np.float64) for a in (read, write)]
+    scaled = [a / np.maximum(np.max(np.abs(a), (1, 2, 3), keepdims=True), 1e-300) for a in both]
+    layers, heads = both[0].shape[:2]
+    columns = [f"{name}\nhead {h}" for name in (r"$W_K^\top W_Q$", r"$P\,W_V$") for h in range(heads)]
+    with drawing(ax, size=tiles_size(layers, 2 * heads)) as ax:
         draw_tiles(
-            ax, tiles, rows=("$W_K^\\top W_Q$", "$P\\,W_V$"), columns=columns, signed=True,
-            label="over the largest entry",
+            ax, np.concatenate(scaled, 1), rows=[f"layer {l}" for l in range(layers)], columns=columns,
+            signed=True, label="over the largest entry",
         )  # fmt: skip
-        ax.set_xlabel("layer.head")
     return ax
 
 
@@ -450,7 +452,7 @@ class MesaObjective(Result):
         names = ("s_t", "s_{t-1}")
         labels = [f"${names[c]}$ from ${names[b]}$, for ${names[a]}$" for a, c, b in np.ndindex(2, 2, 2)]
         flat = Estimate.over_seeds(self.relative().values.reshape(len(self.weights), -1), "weight")
-        with drawing(ax) as ax:
+        with drawing(ax, size=rows_size(len(labels))) as ax:
             draw_points(ax, labels, flat)
             ax.set_xlabel("weight in the objective, over η")
         return ax

@@ -26,7 +26,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from mesascope.analysis.results import Estimate, Predict, Result, draw_curve, draw_points, drawing, seeds_of
+from mesascope.analysis.results import (
+    Estimate,
+    Predict,
+    Result,
+    draw_curve,
+    draw_points,
+    drawing,
+    rows_size,
+    seeds_of,
+)
 from mesascope.tasks.few_shot import FewShot, Regression
 from mesascope.theory import solvers
 from mesascope.training import half_squared_errors, optimize
@@ -67,7 +76,8 @@ class Curve(Result):
             draw_curve(ax, np.arange(1, len(self.pair) + 1), self.loss, **style)
             for switch in np.flatnonzero(np.diff(self.task)):
                 ax.axvline(switch + 1.5, color="0.4", linewidth=0.8)
-            ax.set(xlabel="pair", ylabel="loss", ylim=(0, None))
+            ax.set(xlabel="pair", ylabel="loss")
+            ax.set_ylim(bottom=0, auto=True)
         return ax
 
 
@@ -167,7 +177,7 @@ class Ascent(Result):
 
     def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """The rise of every model."""
-        with drawing(ax) as ax:
+        with drawing(ax, size=rows_size(len(self.seed_pair))) as ax:
             draw_points(ax, [f"seed {i}" for i in range(len(self.seed_pair))], self.seed_rise)
             ax.set_xlabel("loss at its highest less that of the first pair")
         return ax
@@ -331,10 +341,12 @@ def _tune(
 
 
 def plot_curves(curves: Mapping[str, Curve], *, ax: "Axes | None" = None) -> "Axes":
-    """Several curves, by name."""
+    """Several curves, by name. (Least squares with as many pairs as entries may err without bound: cut off.)"""
     with drawing(ax) as ax:
         for name, curve in curves.items():
             curve.plot(ax=ax, label=name)
+        highest = 4 * max(curve.loss.mean[0] for curve in curves.values())
+        ax.set_ylim(0, min(highest, ax.get_ylim()[1]))
         ax.legend()
     return ax
 

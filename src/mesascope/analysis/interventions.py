@@ -35,6 +35,7 @@ from mesascope.analysis.results import (
     draw_points,
     drawing,
     loss_of,
+    rows_size,
     seeds_of,
 )
 from mesascope.ops import mesa_attention
@@ -154,7 +155,7 @@ class Effects(Result):
 
     def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Differences of losses, by case."""
-        with drawing(ax) as ax:
+        with drawing(ax, size=rows_size(len(self.names))) as ax:
             draw_points(ax, self.names, self.difference())
             ax.set_xlabel("loss less that of the model")
         return ax

@@ -34,6 +34,7 @@ from mesascope.analysis.results import (
     draw_points,
     drawing,
     loss_of,
+    rows_size,
     seeds_of,
 )
 from mesascope.models import Transformer, positions
@@ -155,6 +156,7 @@ class Linearization(Result):
     """Linear layers, and models in which one takes the place of a layer.
 
     Attributes:
+        paths: names along the axis "layer": where the layers' outputs stand.
         layers: the distilled layers.
         heads: of each.
         rate: the learning rate each was distilled with.
@@ -166,6 +168,7 @@ class Linearization(Result):
         removed: with one layer left out, a control: what nothing depends on is replaced at no cost.
     """
 
+    paths: tuple[str, ...]
     layers: LinearLayer
     heads: int
     rate: Float[np.ndarray, "seed layer"]
@@ -193,8 +196,8 @@ class Linearization(Result):
 
     def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Ratios by layer."""
-        with drawing(ax) as ax:
-            draw_points(ax, [f"layer {i + 1}" for i in range(self.swapped.shape[-1])], self.ratio, zero=1.0)
+        with drawing(ax, size=rows_size(len(self.paths))) as ax:
+            draw_points(ax, self.paths, self.ratio, zero=1.0)
             ax.set_xlabel("loss with the layer made linear, over that of the model")
         return ax
 
@@ -285,7 +288,8 @@ def linearize(
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
     found = LinearLayer(found.queries / x, found.keys / x, found.values / x, found.output * y)
     measured = _measure(trace, models, sites, sample, found, heads, batch_size, test_sequences, test_key)
-    return Linearization(layers=found, heads=heads, rate=rate, least=least, **measured)
+    paths = tuple(site.output for site in sites)
+    return Linearization(paths=paths, layers=found, heads=heads, rate=rate, least=least, **measured)
 
 
 def swap(site: Site, model: PyTree, layer: LinearLayer, heads: int) -> dict[str, Callable[[Array], Array]]:

@@ -41,7 +41,9 @@ from mesascope.analysis.results import (
     draw_curve,
     drawing,
     join,
+    legend_beside,
     reader,
+    shades,
     student_t,
     trace,
     unknown,
@@ -158,18 +160,15 @@ class Probes(Result):
         """Relative error of a target (the first unless named) by time, a line for each path, dark where it is deep;
         dashed the best of the controls."""
         with drawing(ax) as ax:
-            import matplotlib as mpl
-
             target = self.targets[0] if target is None else target
             (i,) = self.at(target)
             time = np.arange(1, self.size.shape[1] + 1)
-            shades = mpl.colormaps["cividis_r"](np.linspace(0.15, 1, len(self.paths)))
-            for j, path in enumerate(self.paths):
-                draw_curve(ax, time, self.relative[i, j], color=shades[j], label=path)
+            for j, (path, color) in enumerate(zip(self.paths, shades(len(self.paths)), strict=True)):
+                draw_curve(ax, time, self.relative[i, j], color=color, label=path)
             best = np.min([c.mean[i].min(0) for c in self.relative_controls.values()], 0)
             ax.plot(time, best, "--", color="0.4", label="best control")
             ax.set(xlabel="time t", ylabel="relative error", title=target, ylim=(0, None))
-            ax.legend()
+            legend_beside(ax)
         return ax
 
     def plot_targets(self, path: str, time: int = -1, *, ax: "Axes | None" = None) -> "Axes":
@@ -349,10 +348,10 @@ class Course(Result):
             first = self.probes[0]
             target = first.targets[0] if target is None else target
             (i,) = first.at(target)
-            for j, path in enumerate(first.paths):
-                draw_curve(ax, self.steps, self.relative[:, i, j, time], label=path)
+            for j, (path, color) in enumerate(zip(first.paths, shades(len(first.paths)), strict=True)):
+                draw_curve(ax, self.steps, self.relative[:, i, j, time], color=color, label=path)
             ax.set(xlabel="step of training", ylabel="relative error", title=target, ylim=(0, None))
-            ax.legend()
+            legend_beside(ax)
         return ax
 
 

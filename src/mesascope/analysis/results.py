@@ -349,12 +349,34 @@ def house_style() -> Iterator[None]:
 
 
 @contextmanager
-def drawing(ax: "Axes | None") -> Iterator["Axes"]:
-    """These axes, or new ones, in the house style."""
+def drawing(ax: "Axes | None", *, size: tuple[float, float] | None = None) -> Iterator["Axes"]:
+    """These axes, or new ones, in the house style; `size` of a new figure in inches, where it is not the usual."""
     with house_style():
         import matplotlib.pyplot as plt
 
-        yield plt.subplots()[1] if ax is None else ax
+        yield plt.subplots(figsize=size)[1] if ax is None else ax
+
+
+def shades(count: int) -> list[Any]:
+    """A color for each depth, dark where it is deep."""
+    import matplotlib as mpl
+
+    return list(mpl.colormaps["cividis_r"](np.linspace(0.1, 1, count)))
+
+
+def legend_beside(ax: "Axes") -> None:
+    """A legend that covers no curve, however many there are."""
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def rows_size(rows: int) -> tuple[float, float]:
+    """Of a figure with so many rows of points."""
+    return 5.5, 1.2 + 0.4 * rows
+
+
+def tiles_size(rows: int, columns: int) -> tuple[float, float]:
+    """Of a figure with so many tiles."""
+    return 1.8 + 1.0 * columns, 1.2 + 1.0 * rows
 
 
 def draw_curve(ax: "Axes", x: Sequence[float] | np.ndarray, estimate: Estimate, **style: Any) -> None:
@@ -404,4 +426,4 @@ def draw_tiles(
     ax.grid(False)
     ax.spines[:].set_visible(False)
     assert image is not None
-    ax.figure.colorbar(image, ax=ax, label=label, shrink=0.8)
+    ax.figure.colorbar(image, ax=ax, label=label)

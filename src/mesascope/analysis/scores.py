@@ -64,10 +64,19 @@ class InContext(Result):
         with drawing(ax) as ax:
             time = np.arange(1, self.loss.values.shape[-1] + 1)
             draw_curve(ax, time, self.loss, **style)
-            for part, shade in ((self.early, "0.85"), (self.late, "0.7")):
+            for part, shade, name in ((self.early, "0.8", "early"), (self.late, "0.6", "late")):
                 inside = time[part]
-                ax.axvspan(inside[0] - 0.5, inside[-1] + 0.5, color=shade, alpha=0.5, zorder=0)
-            ax.set(xlabel="position", ylabel="loss", title=f"in-context score {self.score.mean:.3g}")
+                ax.axvspan(
+                    inside[0] - 0.5,
+                    inside[-1] + 0.5,
+                    color=shade,
+                    alpha=0.5,
+                    zorder=0,
+                    linewidth=0,
+                    label=name,
+                )
+            ax.set(xlabel="position", ylabel="loss", title=f"in-context score {self.score}")
+            ax.legend()
         return ax
 
 
@@ -146,7 +155,7 @@ class Distance(Result):
             time = np.arange(1, self.model.values.shape[-1] + 1)
             draw_curve(ax, time, self.model, label="model and algorithm")
             draw_curve(ax, time, self.control, linestyle="--", label="control pair")
-            ax.axhline(self.tolerance, color="0.4", linewidth=0.8)
+            ax.axhline(self.tolerance, color="0.4", linewidth=0.8, label="tolerance")
             ax.set(xlabel="time t", ylabel="relative distance of predictions", yscale="log")
             ax.legend()
         return ax
