@@ -11,6 +11,7 @@ and asks no layer for maps, so that it works for models without attention too.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -271,6 +272,7 @@ def _lead(
     return np.mean(leads, 0) if leads else np.full(norm.shape[:2], np.nan)
 
 
+@lru_cache(maxsize=8)
 def _norms(activations: Activations, path: str) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
     def at_all_times(model: Any, inputs: Float[Array, "time token"]) -> Float[Array, "time width"]:
         return activations(model, inputs[None])[path][0]

@@ -161,8 +161,9 @@ class Ascent(Result):
 
     Attributes:
         pair: where the error is largest, on the first half of the sequences.
-        rise: the error there less that of the first pair, on the second half.
-        seed_pair, seed_rise: the same for every model by itself (along the axis "model"), over sequences only.
+        rise: on the second half, the error of each model less that of its first pair, at the pair where the error of
+            the other models is largest on the first half.
+        seed_pair, seed_rise: where, and by how much, for every model by itself, along the axis "model".
     """
 
     pair: int
@@ -187,7 +188,7 @@ def early_ascent(curve: Curve, *, within: int = 20) -> Ascent:
     """The rise of the error from the first pair of the first task to its highest point.
 
     The highest point of a noisy curve is above the first by luck alone, so the two halves of the sequences share the
-    work: one says where, the other how much.
+    work: one says where, the other how much. And where there are several models, the others say where.
 
     Args:
         within: so many pairs are early.
@@ -199,14 +200,20 @@ def early_ascent(curve: Curve, *, within: int = 20) -> Ascent:
     early = curve.losses[..., curve.task == 0][..., :within]
     half = early.shape[1] // 2
     where, measured = early[:, :half].mean(1), early[:, half:]
-    peak = 1 + int(np.argmax(where.mean(0)[1:]))
-    own = 1 + np.argmax(where[:, 1:], 1)
-    rises = np.stack([m[:, p] - m[:, 0] for m, p in zip(measured, own, strict=True)], -1)
+
+    def peak(curves: Float[np.ndarray, "*seed pair"]) -> Int[np.ndarray, "*seed"]:
+        return 1 + np.argmax(curves[..., 1:], -1)
+
+    def rises(at: Int[np.ndarray, " seed"]) -> Float[np.ndarray, "seed sequence"]:
+        return np.stack([m[:, p] - m[:, 0] for m, p in zip(measured, at, strict=True)])
+
+    own = peak(where)
+    others = peak(where.sum(0) - where) if len(where) > 1 else own
     return Ascent(
-        pair=peak + 1,
-        rise=Estimate.of(measured[..., peak] - measured[..., 0]),
+        pair=int(peak(where.mean(0))) + 1,
+        rise=Estimate.of(rises(others)),
         seed_pair=own + 1,
-        seed_rise=Estimate.of(rises[None], "model"),
+        seed_rise=Estimate.of(rises(own).T[None], "model"),
     )
 
 

@@ -385,7 +385,7 @@ def _relative(
     """Over the squares of each model's predictions; not a number at times when it predicts nothing."""
     size = power.mean(1, keepdims=True, dtype=np.float64)
     nothing = size <= 1e-9 * np.mean(size, -1, keepdims=True)
-    return Estimate.of(far / np.where(nothing, np.nan, size), axis, "time")
+    return Estimate.ratio(far, np.where(nothing, np.nan, power), axis, "time")
 
 
 def _blank(x: Array, to: str) -> Array:

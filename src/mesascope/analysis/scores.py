@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
@@ -39,25 +40,25 @@ class InContext(Result):
     Attributes:
         loss: mean over sequences, with the axis "time".
         score: mean loss over the `late` positions minus that over the `early` ones.
-        from_first: mean loss over the `late` positions minus that at the first.
+        over_chance: mean loss over the `late` positions minus that of predictions which know nothing of the sequence.
         early: positions, as a slice of indices.
         late: likewise.
     """
 
     loss: Estimate
     score: Estimate
-    from_first: Estimate
+    over_chance: Estimate
     early: slice
     late: slice
 
     @property
     def learns(self) -> bool:
-        """Whether losses fall, whichever sequences and seeds had been drawn (99%).
+        """Whether losses fall, and below chance, whichever sequences and seeds had been drawn (99%).
 
-        The score has to be below zero, and late losses below the first: who fits noise errs most where pairs are few,
-        and less later, but gains nothing from reading.
+        The score alone does not say so. Untrained attention averages more and more tokens and so comes to predict
+        next to nothing; who fits noise errs most where pairs are few. Both gain nothing from reading.
         """
-        return bool(self.score.below(0) & self.from_first.below(0))
+        return bool(self.score.below(0) & self.over_chance.below(0))
 
     def plot(self, *, ax: "Axes | None" = None, **style: Any) -> "Axes":
         """Loss by position."""
@@ -85,6 +86,7 @@ def in_context_score(
     sample: Callable[[PRNGKeyArray, int], Any],
     *,
     losses: Callable[[Any, Any], Float[Array, "batch time"]] | None = None,
+    chance: Callable[[Any], Float[Array, "batch time"]] | None = None,
     early: slice | None = None,
     late: slice | None = None,
     sequences: int = 2048,
@@ -98,13 +100,17 @@ def in_context_score(
         sample: draws a batch, `Examples` or anything that `losses` understands.
         losses: of a model and a batch, for every sequence and position: cross-entropy for a language model. None is
             ½‖error‖² of `model(batch.tokens)` against `batch.targets`.
+        chance: of a batch, losses of predictions that know nothing of the sequence, such as those of words by their
+            frequencies. None is predicting zero, or where `losses` is given, its value at the first position.
         early: positions as a slice; None for the first tenth.
         late: likewise; None for the last tenth.
         sequences: how many.
         key: for the sequences.
     """
     everyone, measure = unstack(models), jax.jit(losses or _squared)
-    by_position, score, from_first = Running(), Running(), Running()
+    if chance is None and losses is None:
+        chance = _zero
+    by_position, score, over_chance = Running(), Running(), Running()
     for i, size in enumerate(batches(sequences, batch_size)):
         batch = sample(jax.random.fold_in(key, i), size)
         found = np.stack([np.asarray(measure(model, batch), np.float64) for model in everyone])
@@ -117,13 +123,18 @@ def in_context_score(
             raise ValueError(f"early, late: {early} or {late} has none of the {found.shape[-1]} positions.")
         by_position.add(found)
         score.add(parts[0].mean(-1) - parts[1].mean(-1))
-        from_first.add(parts[0].mean(-1) - found[..., 0])
+        known = found[..., 0] if chance is None else np.asarray(chance(batch), np.float64)[:, late].mean(-1)
+        over_chance.add(parts[0].mean(-1) - known)
     assert early is not None
     assert late is not None
     return InContext(
-        loss=by_position.estimate("time"), score=score.estimate(), from_first=from_first.estimate(),
+        loss=by_position.estimate("time"), score=score.estimate(), over_chance=over_chance.estimate(),
         early=early, late=late,
     )  # fmt: skip
+
+
+def _zero(batch: Any) -> Float[Array, "batch time"]:
+    return half_squared_errors(jnp.zeros_like(batch.targets), batch.targets)
 
 
 def _squared(model: Any, batch: Any) -> Float[Array, "batch time"]:
@@ -186,11 +197,11 @@ def distance(
         key: for the sequences.
     """
     everyone = unstack(models)
-    run, other = jax.jit(predict), jax.jit(lambda batch: (algorithm(batch), control(batch)))
-    near, far, size = Running(), Running(), Running()
+    run, right, other = jax.jit(predict), jax.jit(algorithm), jax.jit(control)
+    near, far, size = [], [], []
     for i, count in enumerate(batches(sequences, batch_size)):
         batch = sample(jax.random.fold_in(key, i), count)
-        wanted, differing = (np.asarray(x, np.float64) for x in other(batch))
+        wanted, differing = (np.asarray(f(batch), np.float64) for f in (right, other))
         if wanted.shape != differing.shape:
             raise ValueError(
                 f"control: expected predictions of shape {wanted.shape} as the algorithm's, got {differing.shape}."
@@ -200,14 +211,13 @@ def distance(
             raise ValueError(
                 f"predict: expected predictions of shape {wanted.shape} as the algorithm's, got {found.shape[1:]}."
             )
-        near.add(np.sum((found[..., : wanted.shape[-1]] - wanted) ** 2, -1))
-        far.add(np.sum((differing - wanted) ** 2, -1)[None])
-        size.add(np.sum(wanted**2, -1)[None])
-    scale = size.estimate("time").values[0]
-    with np.errstate(divide="ignore"):
-        per_size = 1 / np.where(scale > 0, scale, np.nan)
+        near.append(np.sum((found[..., : wanted.shape[-1]] - wanted) ** 2, -1))
+        far.append(np.sum((differing - wanted) ** 2, -1)[None])
+        size.append(np.sum(wanted**2, -1)[None])
+    below = np.concatenate(size, 1)
+    below = np.where(below.mean(1, keepdims=True) > 0, below, np.nan)
     return Distance(
-        model=near.estimate("time").scaled(per_size),
-        control=far.estimate("time").scaled(per_size),
+        model=Estimate.ratio(np.concatenate(near, 1), below, "time"),
+        control=Estimate.ratio(np.concatenate(far, 1), below, "time"),
         tolerance=tolerance,
     )
