@@ -6,6 +6,9 @@ Probes say: for the tokens that it has read, how far back it remembers, and for 
 them stand three controls: the same network before training, targets of other sequences, and the token that it has just
 read. Only what beats all three is news. Memory of the past is none: a random recurrent network has it as well.
 
+The same function is all that the other tools need: does the network learn while it reads, which tokens is its memory
+sensitive to, and does it learn from pairs [x, y, x, y, ...] that it was never trained on?
+
     python examples/probe_your_own_model.py                # in the terminal
     python examples/probe_your_own_model.py horizon.png    # and as a figure (needs matplotlib)
 """
@@ -17,9 +20,13 @@ import jax.numpy as jnp
 import optax
 
 from mesascope import optimize
+from mesascope.analysis.binding import sensitivity
+from mesascope.analysis.few_shot import control_curve, early_ascent, regression_curve
 from mesascope.analysis.probes import Probes, probe
+from mesascope.analysis.scores import in_context_score
 from mesascope.analysis.targets import next_token, past_tokens, sampler
-from mesascope.tasks import Dynamics, Standard
+from mesascope.tasks import Dynamics, FewShot, Standard
+from mesascope.theory.solvers import Ridge
 
 OBS, HIDDEN, SEEDS = 2, 24, 3
 TASK = Dynamics.linear(state_dim=OBS, length=16)
@@ -47,15 +54,26 @@ def activations(weights, tokens):
     return {"memory": memory, "predictions": memory @ weights["write"]}
 
 
+def predict(weights, tokens):
+    return activations(weights, tokens)["predictions"]
+
+
+def errors(weights, batch):
+    return jnp.sum((predict(weights, batch.tokens) - batch.targets) ** 2, -1) / 2
+
+
+def batch(key, size):
+    return Standard()(TASK.sample(key, size).observations)
+
+
 def train(key, steps):
     def loss(weights, batch):
-        return jnp.mean((activations(weights, batch.tokens)["predictions"] - batch.targets) ** 2)
-
-    def batch(key):
-        return Standard()(TASK.sample(key, 128).observations)
+        return jnp.mean(errors(weights, batch))
 
     start = initialize(key)
-    trained, losses = optimize(loss, start, batch, steps=steps, optimizer=optax.adam(3e-3), key=key)
+    trained, losses = optimize(
+        loss, start, lambda key: batch(key, 128), steps=steps, optimizer=optax.adam(3e-3), key=key
+    )
     return start, trained, losses
 
 
@@ -75,6 +93,27 @@ def main(figure: str | None = None, *, steps: int = 600) -> Probes:
         error, fresh = found.relative.mean[i, 0, -1], found.relative_controls["untrained"].mean[i, 0, -1]
         news = "" if found.beats_controls[i, 0, -1] else "   (does not beat its controls)"
         print(f"  {name:7s} {'█' * round(40 * min(error, 1)):40s} {error:.3f}   untrained {fresh:.3f}{news}")
+
+    key = jax.random.key(7)
+    score = in_context_score(trained, batch, losses=errors, key=key)
+    print(
+        f"\nin-context score {score.score}: {'learns' if score.learns else 'does not learn'} while it reads"
+    )
+    depends = sensitivity(
+        trained, lambda key, size: batch(key, size).tokens, activations=activations, path="memory",
+        times=[8], key=key,
+    )  # fmt: skip
+    shares = ", ".join(f"{share:.2f}" for share in depends.shares.mean[0, 8:3:-1])
+    print(f"its memory depends on tokens t, t-1, ... by {shares} of the whole")
+    pairs = FewShot(dim=OBS, length=16)
+    shown, control = (
+        regression_curve(predict, trained, pairs, key=key),
+        control_curve(Ridge(100.0), pairs, key=key),
+    )
+    print("regression from pairs, loss of the network and of least squares:")
+    for i in (0, 3, 7):
+        print(f"  pair {i + 1}: {shown.loss[i]}, {control.loss[i]}")
+    print(f"early ascent: {early_ascent(shown).present}")
     if figure is not None:
         found.plot_targets("memory").figure.savefig(figure)
     return found

@@ -132,7 +132,9 @@ def test_copying_layer_is_sensitive_to_two_tokens():
     # s_t and s_{t-1} stand side by side: each has an identity as Jacobian.
     np.testing.assert_allclose(found.frobenius.mean[1, 4:6], np.sqrt(N), rtol=1e-3)
     np.testing.assert_allclose(found.shares.mean[1, 4:6], 0.5, atol=1e-3)
+    assert found.binds
     untrained = sensitivity(fresh(0, 3), sample, times=[5], sequences=8, key=jax.random.key(0))
+    assert not untrained.binds
     assert untrained.shares.mean[0, 5] > 0.9
     assert untrained.shares.mean[0, 4] < 0.05
 
@@ -140,11 +142,9 @@ def test_copying_layer_is_sensitive_to_two_tokens():
 @pytest.mark.parametrize(
     ("tool", "changes", "error", "message"),
     [
-        (attention_maps, {"paths": ["blocks.0.attention"]}, KeyError, MAP),
         (attention_maps, {"paths": [STREAM]}, ValueError, "expected attention"),
         (attention_maps, {"lags": 1}, ValueError, "at least 2"),
         (sensitivity, {"path": MAP}, ValueError, "expected shape"),
-        (sensitivity, {"path": "resid"}, KeyError, STREAM),
         (sensitivity, {"times": [T]}, ValueError, "9 positions"),
     ],
 )

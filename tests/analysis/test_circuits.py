@@ -65,6 +65,8 @@ def test_planted_scalars():
     np.testing.assert_allclose(scalars.read_share, 1, atol=1e-11)
     for part in scalars.share():
         np.testing.assert_allclose(part.mean, 1, atol=1e-11)
+    assert scalars.structured.all()
+    assert len(scalars.plot().images) == len(circuits.products_of(models).plot().images) == 2 * LAYERS * HEADS
     # A sequence short enough for six layers of cubic polynomials with coefficients of order one.
     tokens = 0.1 * examples().tokens[:, :2]
     rebuilt = circuits.compress(models, width=N)
@@ -183,6 +185,8 @@ def test_proposition_1_is_the_plain_objective():
     objective = circuits.mesa_objective(circuits.read_off(circuits.products_of(models), width=N))
     np.testing.assert_allclose(objective.eta, 0.2)
     np.testing.assert_allclose(objective.share, 1)
+    assert objective.descends
+    assert objective.present.reshape(-1).tolist() == [False, True] + [False] * 6
     np.testing.assert_allclose(objective.phi_0, 0)
     s = TASK.sample(jax.random.key(2), 4).observations.astype(jnp.float64)
     np.testing.assert_allclose(objective.predictions(s)[0], GradientStep(0.2)(autoregressive(s)), atol=1e-12)

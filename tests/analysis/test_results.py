@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mesascope.analysis.binding import attention_maps, sensitivity
+from mesascope.analysis.few_shot import regression_curve, tune_eos, tune_prefix
+from mesascope.analysis.interventions import ablate, effects, replace, solver_from
+from mesascope.analysis.linearize import Site, linearize
+from mesascope.analysis.probes import Batch, probe
 from mesascope.analysis.results import (
     Estimate,
     Result,
@@ -22,6 +27,8 @@ from mesascope.analysis.results import (
     student_t,
     unstack,
 )
+from mesascope.analysis.scores import distance, in_context_score
+from mesascope.tasks import Examples, FewShot
 
 
 @pytest.mark.parametrize("dof", [1, 2, 3, 4, 8, 30])
@@ -127,13 +134,67 @@ def test_seeds_that_do_not_match():
         unstack({"a": jnp.ones(())})
 
 
-def test_unknown_paths_name_the_nearest():
-    def activations(model, tokens):
-        return {f"blocks.{i}.resid_post": tokens for i in range(3)} | {"embedded": tokens}
+def trace(model, tokens, edit=None):
+    return tokens, {f"blocks.{i}.resid_post": tokens for i in range(3)} | {"embedded": tokens}
 
-    read = reader(activations, ("blocks.1.resid_pots",))
-    with pytest.raises(KeyError, match=r"nearest are: blocks\.1\.resid_post"):
-        read({}, jnp.ones((1, 2, 3)))
+
+def activations(model, tokens):
+    return trace(model, tokens)[1]
+
+
+def tokens(key, batch_size):
+    return jnp.ones((batch_size, 5, 2), jnp.float64)
+
+
+def examples(key, batch_size):
+    return Examples(tokens(key, batch_size), tokens(key, batch_size), jnp.ones(5, bool))
+
+
+def targets(key, batch_size):
+    return Batch(tokens(key, batch_size), {"itself": tokens(key, batch_size)})
+
+
+PROMPTS = FewShot(dim=2, length=12)
+# What each tool is asked, of models and of a path.
+TOOLS = {
+    "probe": lambda m, path, **a: probe(m, targets, untrained=m, activations=activations, paths=[path], **a),
+    "attention_maps": lambda m, path, **a: attention_maps(
+        m, tokens, activations=activations, paths=[path], **a
+    ),
+    "sensitivity": lambda m, path, **a: sensitivity(m, tokens, activations=activations, path=path, **a),
+    "linearize": lambda m, path, **a: linearize(
+        trace, m, [Site(input="embedded", output=path)], examples, **a
+    ),
+    "effects": lambda m, path, **a: effects(trace, m, {"none": ablate(path)}, examples, **a),
+    "replace": lambda m, path, **a: effects(
+        trace, m, {"theory": replace("embedded", lambda seen, e: seen[path], reads=[path])}, examples, **a
+    ),
+    "solver_from": lambda m, path, **a: solver_from(trace, m, [path], examples, **a),
+}
+OTHERS = {
+    "in_context_score": lambda m, **a: in_context_score(m, examples, **a),
+    "distance": lambda m, **a: distance(
+        m, tokens, predict=lambda m, x: x, algorithm=lambda x: x, control=lambda x: -x, **a
+    ),
+    "regression_curve": lambda m, **a: regression_curve(lambda m, x: x, m, PROMPTS, **a),
+    "tune_eos": lambda m, **a: tune_eos(lambda m, x: x, m, FewShot(dim=2, length=12, eos=True), **a),
+    "tune_prefix": lambda m, **a: tune_prefix(lambda m, x: x, m, FewShot(dim=2, length=12, prefix=2), **a),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_unknown_paths_name_the_nearest(tool):
+    models = {"w": jnp.ones((2, 3), jnp.float64)}
+    with pytest.raises(KeyError, match=r"no 'blocks\.1\.resid_pots'.*nearest are: .*blocks\.1\.resid_post"):
+        TOOLS[tool](models, "blocks.1.resid_pots", key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("tool", [*TOOLS, *OTHERS])
+def test_every_tool_asks_for_one_seed_axis(tool):
+    uneven = {"a": jnp.ones((2, 1)), "b": jnp.ones((3, 1))}
+    run = OTHERS.get(tool) or (lambda models, **a: TOOLS[tool](models, "embedded", **a))
+    with pytest.raises(ValueError, match=r"one seed axis.*leading axes of 2, 3"):
+        run(uneven, key=jax.random.key(0))
 
 
 def test_house_style_comes_with_the_package():
@@ -160,8 +221,7 @@ def test_reading_is_compiled_once():
 
 def test_all_results_are_alike():
     """Frozen, nothing but names, arrays with named axes and parts of the same kind, and a plot that needs nothing."""
-    for name in ("binding", "circuits", "few_shot", "interventions", "linearize", "probes", "scores"):
-        importlib.import_module(f"mesascope.analysis.{name}")
+    importlib.import_module("mesascope.analysis.circuits")
     found = Result.__subclasses__()
     assert len(found) == 16
     for kind in found:

@@ -114,16 +114,6 @@ def test_built_model_learns_in_context():
     assert found.score.mean < -0.2
 
 
-def test_untrained_models_do_not_learn_in_context():
-    learned = [
-        in_context_score(
-            untrained(3 * k, 3), examples, losses=losses, sequences=32, key=jax.random.key(k)
-        ).learns
-        for k in range(100)
-    ]
-    assert np.mean(learned) <= 0.01
-
-
 def test_language_models_need_only_losses():
     """Cross-entropy of a model that knows nothing but how often it has seen each of two words."""
 

@@ -334,7 +334,6 @@ def solver_from(
         query, previous = np.split(both, 2, -1)
         return query, previous
 
-    solve = jax.jit(lambda query, previous, lam: mesa_attention(query, previous, query, lam))
     now, stream = fitting
     found = decode(stream)
     own = now, np.asarray(delayed(jnp.asarray(now), 1))
@@ -344,7 +343,7 @@ def solver_from(
         errors = []
         for lam in lams:
             spread = jnp.full((*query.shape[:-3], 1, 1), lam, query.dtype)
-            guess = np.asarray(solve(query, previous, spread))[..., :-1, :]
+            guess = np.asarray(_least_squares(query, previous, spread))[..., :-1, :]
             errors.append(np.mean((guess - now[:, 1:]) ** 2, (-1, -2, -3)))
         return np.asarray(lams)[np.argmin(np.where(np.isfinite(errors), errors, np.inf), 0)]
 
@@ -354,9 +353,9 @@ def solver_from(
     for examples, now, predictions, stream in records(test_key):
         query, previous = decode(stream)
         per_depth = jnp.asarray(lam, query.dtype)[..., None, None]
-        guess = np.asarray(solve(query, previous, per_depth))
+        guess = np.asarray(_least_squares(query, previous, per_depth))
         late = np.asarray(delayed(jnp.asarray(now), 1))
-        own = np.asarray(solve(now, late, jnp.full((1, 1), exact, now.dtype)))
+        own = np.asarray(_least_squares(now, late, jnp.full((1, 1), exact, now.dtype)))
         loss.append(np.asarray(loss_of(predictions, examples)))
         swapped.append(np.moveaxis(np.asarray(loss_of(guess, examples)), 1, 2))
         solver.append(np.asarray(loss_of(own, examples)))
@@ -375,6 +374,12 @@ def solver_from(
         distance=_relative(np.concatenate(far, 1), squares, "depth"),
         control=_relative(np.concatenate(wrong, 1), squares, "depth"), tolerance=tolerance,
     )  # fmt: skip
+
+
+@jax.jit
+def _least_squares(queries: Any, previous: Any, lam: Any) -> Any:
+    """Predictions from pairs (previous, query)."""
+    return mesa_attention(queries, previous, queries, lam)
 
 
 def _relative(

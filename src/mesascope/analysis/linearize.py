@@ -203,6 +203,8 @@ class Linearization(Result):
 
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+# Batches on which outputs are solved for in closed form.
+SOLVE = 8
 
 
 def linearize(
@@ -249,6 +251,13 @@ def linearize(
     def draw(key: PRNGKeyArray) -> Recorded:
         return jax.tree.map(lambda a, s: a / s, record(sample(key, batch_size).tokens), scale)
 
+    known = SOLVE * batch_size * first.inputs.shape[-2]
+    if known < 2 * heads * first.inputs.shape[-1]:
+        raise ValueError(
+            f"batch_size: {heads} heads of outputs {first.inputs.shape[-1]} wide need at least twice as many positions "
+            f"in {SOLVE} batches, got {known}."
+        )
+
     # Sums over time grow with it: queries start small enough for outputs of order one.
     wide, size, time = first.key_inputs.shape[-1], first.inputs.shape[-1], first.inputs.shape[-2]
     inner, dtype = heads * key_dim, first.inputs.dtype
@@ -281,8 +290,8 @@ def linearize(
     one = jax.tree.map(lambda a: a[None], each)
     found, _ = _descend(one, jnp.asarray(rate, dtype)[None], draw, heads, steps, run_key)
     found = jax.tree.map(lambda a: a[0], found)
-    solve_on = _gather(jax.jit(draw), jax.random.split(solve_key, 8))
-    found, least = _polish(found, heads, solve_on, _gather(jax.jit(draw), jax.random.split(test_key, 8)))
+    solve_on, test_on = (_gather(jax.jit(draw), jax.random.split(k, SOLVE)) for k in (solve_key, test_key))
+    found, least = _polish(found, heads, solve_on, test_on)
 
     # Back to the units of the model.
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
