@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import numpy as np
 import pytest
 
 OPTIMIZED = True
@@ -48,6 +49,7 @@ def test_theory_as_weights(capsys, tmp_path):
     assert capsys.readouterr().out.count("█") > 60
 
 
+@pytest.mark.slow
 def test_probe_your_own_model(capsys, tmp_path):
     """A network that is not ours remembers, and what is no news is said to be none."""
     pytest.importorskip("matplotlib").use("Agg")
@@ -60,4 +62,21 @@ def test_probe_your_own_model(capsys, tmp_path):
     assert error[1] < 0.1
     assert news[0]
     assert not news[1:].any()
-    assert capsys.readouterr().out.count("does not beat its controls") == 6
+    said = capsys.readouterr().out
+    assert said.count("does not beat its controls") == 6
+    assert ": learns while it reads" in said
+    assert "early ascent: False" in said
+
+
+@pytest.mark.slow
+def test_linearize_your_own_model(capsys, tmp_path):
+    """Plain arrays and a plain function: a layer made linear, heads ablated, weights multiplied."""
+    pytest.importorskip("matplotlib").use("Agg")
+    module = load("linearize_your_own_model")
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        ratio, found = module.main(str(tmp_path / "effects.png"), steps=400)
+    assert (tmp_path / "effects.png").stat().st_size > 5_000
+    # Two models only, so that the interval is wide.
+    assert 1.1 < ratio.mean < 3
+    assert np.all(found.difference().mean > 0.1), "attention is needed, and so is each head"
+    assert "times the loss" in capsys.readouterr().out

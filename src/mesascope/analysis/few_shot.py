@@ -9,9 +9,10 @@ and a prefix before them may be tuned for it. Controls read the same sequences: 
 learner, on all pairs of consecutive tokens, of which every second, $(y_i, x_{i+1})$, is spurious.
 
     task = FewShot.preset(eos=True)
-    eos = tune_eos(Transformer.__call__, models, task, key=key)
-    curve = regression_curve(Transformer.__call__, models, task, vectors=eos, key=key)
+    tuned = tune_eos(Transformer.__call__, models, task, key=key)
+    curve = regression_curve(Transformer.__call__, models, task, vectors=tuned.vectors, key=key)
     early_ascent(curve)
+    gain(regression_curve(Transformer.__call__, models, FewShot.preset(), key=key), curve)
 """
 
 import dataclasses

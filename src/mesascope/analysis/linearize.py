@@ -226,7 +226,7 @@ def linearize(
 
     Args:
         trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
-        models: arrays with a seed axis first (`single(model)` for one).
+        models: arrays with a seed axis first (`stack([model])` for one).
         sites: the layers; they must have one width.
         sample: fresh sequences, `sample(key, batch_size)`.
         heads, key_dim: of the linear layers.
