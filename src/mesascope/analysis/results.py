@@ -123,7 +123,7 @@ class Estimate:
         return self.mean - half, self.mean + half
 
     def above(self, bound: float) -> Bool[np.ndarray, "..."]:
-        """Whether the mean is larger, whichever sequences and seeds had been drawn: wrong in 1% of cases at most."""
+        """Whether the mean is larger, whichever sequences and seeds had been drawn: one-sided, at 1%."""
         return np.asarray(self.interval(0.98)[0] > bound)
 
     def below(self, bound: float) -> Bool[np.ndarray, "..."]:
