@@ -5,17 +5,18 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mesascope.analysis.probes import Probes, probe, residual_stream
+from mesascope.analysis.probes import Probes, Sample, probe, residual_stream
 from mesascope.analysis.scores import in_context_score
 from mesascope.analysis.targets import Target, next_token, preconditioned, sampler, without_outliers
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.lab import Lab, Trained
 from mesascope.experiments.panels import Curves, Line, Origin
 from mesascope.experiments.results import Arrays, Named, Result
-from mesascope.tasks.dynamics import Dynamics, Trajectories
+from mesascope.tasks.dynamics import Dynamics
 from mesascope.theory.solvers import (
     Algorithm,
     Context,
@@ -30,7 +31,7 @@ EVALUATION, TUNING, PROBING = (2**31 - 3, 2**31 - 4, 2**31 - 5)
 LAM = 1000.0
 """λ of all controls: the released code's ridge of 0.001."""
 
-Features = Callable[[Trajectories], Array]
+Features = Target
 
 
 def model_losses(lab: Lab, trained: Trained) -> Named:
@@ -50,7 +51,7 @@ def contexts(
         drawn = task.sample(key, count)
         return autoregressive(
             drawn.observations,
-            features=None if features is None else features(drawn),
+            features=None if features is None else jnp.asarray(features(drawn)),
             newest_pair=newest_pair,
         )
 
@@ -131,13 +132,18 @@ def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, inputs: Target
     return arrays
 
 
-def probe_stream(lab: Lab, trained: Trained, sample: Any, depth: int) -> Probes:
+def probe_stream(lab: Lab, trained: Trained, sample: Sample, depth: int) -> Probes:
     """Probes of the residual stream: of the embedding (layer 0) and after each block."""
+    return probe_paths(lab, trained, sample, residual_stream(depth))
+
+
+def probe_paths(lab: Lab, trained: Trained, sample: Sample, paths: Sequence[str]) -> Probes:
+    """Probes of activations, on the same sequences for all models of a task."""
     return probe(
         trained.models,
         sample,
         untrained=trained.untrained,
-        paths=residual_stream(depth),
+        paths=paths,
         sequences=lab.scale.probe_sequences,
         key=jax.random.key(PROBING),
     )
