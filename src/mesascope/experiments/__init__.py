@@ -5,7 +5,19 @@ import importlib
 from mesascope.experiments.base import Experiment
 
 # Figure by figure, and the file that has it.
-_FILES = {"fig4": "fig4"}
+_FILES = {
+    "fig1": "fig1",
+    "fig2": "fig2",
+    "fig3": "fig3",
+    "fig4": "fig4",
+    "fig6": "fig6",
+    "si-attention": "fig3",
+    "si-weights": "fig3",
+    "si-tokens": "fig2",
+    "si-sensitivity": "sensitivity",
+    "si-partial": "fig6",
+    "si-nonlinear": "fig6",
+}
 
 
 def names() -> list[str]:
