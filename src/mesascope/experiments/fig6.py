@@ -152,8 +152,8 @@ EXPERIMENTS = {
         says=(
             "In a Transformer with seven layers of softmax attention, trained on raw tokens, the next token can be "
             "read better from deeper layers and with more context, and so can the preconditioned input that "
-            "Proposition 2 computes. Models with 3 and 7 layers have the loss of 3 and 7 steps of that method, whose coefficients "
-            "were tuned on the task and not to match."
+            "Proposition 2 computes. Models with 3 and 7 layers have the loss of 3 and 7 steps of that method, whose "
+            "coefficients were tuned on the task and not to match."
         ),
         pieces={
             "probes": probes,
