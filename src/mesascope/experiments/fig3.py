@@ -106,8 +106,7 @@ def _head_label(result: Result, name: str, head: int) -> str:
     return f"head {head + 1}: {now:.2f} on t, {before:.2f} on t-1"
 
 
-def _map_panel(result: Result, name: str, letter: str, title: str, heads: list[int]) -> Maps:
-    maps = {_head_label(result, name, head): result[f"{name}_maps"][head] for head in heads}
+def _map_panel(result: Result, name: str, letter: str, title: str, maps: Mapping[str, np.ndarray]) -> Maps:
     return Maps(letter=letter, title=title, maps=maps, xlabel="attends to t'", ylabel="time t",
                 origin=result.origin[f"{name}_maps"])  # fmt: skip
 
@@ -232,11 +231,15 @@ def _products_panels(result: Result, letters: tuple[str, str]) -> list[Panel]:
 
 
 def panels(result: Result) -> list[Panel]:
-    """A: a head that looks at t-1 and one that looks at t; B: one layer next to Proposition 1."""
-    by_lag = result["softmax-7_by_lag"][0]
-    heads = [int(by_lag[:, lag].argmax()) for lag in (1, 0)]
+    """A: heads that look at t-1 and at t, and all heads together; B: one layer next to Proposition 1."""
+    by_lag, maps = result["softmax-7_by_lag"][0], result["softmax-7_maps"]
+    shown = [int(by_lag[:, lag].argmax()) for lag in (1, 0)]
+    heads = {_head_label(result, "softmax-7", head): maps[head] for head in shown}
     title = "first-layer attention of softmax-7, averaged over sequences"
-    return [_map_panel(result, "softmax-7", "A", title, heads), *_products_panels(result, ("B", "B"))]
+    return [
+        _map_panel(result, "softmax-7", "A", title, heads | {"mean of all heads": maps.mean(0)}),
+        *_products_panels(result, ("B", "B")),
+    ]
 
 
 def claims(result: Result) -> list[Claim]:
@@ -275,10 +278,11 @@ def claims(result: Result) -> list[Claim]:
 
 def attention_panels(result: Result) -> list[Panel]:
     """All heads of the first layer of both models."""
-    return [
-        _map_panel(result, name, letter, f"first layer of {name}", list(range(len(result[f"{name}_maps"]))))
-        for letter, name in (("A", "softmax-7"), ("B", "hybrid-mesa"))
-    ]
+    found: list[Panel] = []
+    for letter, name in (("A", "softmax-7"), ("B", "hybrid-mesa")):
+        maps = {_head_label(result, name, head): of for head, of in enumerate(result[f"{name}_maps"])}
+        found.append(_map_panel(result, name, letter, f"first layer of {name}", maps))
+    return found
 
 
 def attention_claims(result: Result) -> list[Claim]:
@@ -296,17 +300,17 @@ def attention_claims(result: Result) -> list[Claim]:
 def weight_panels(result: Result) -> list[Panel]:
     """A, B: one layer; C: its objective; D: six linear layers; E: layers 2 to 7 of softmax-7."""
     weights = result["objective"]
-    relative = (weights / weights[:, :1, :1, 1:]).reshape(len(weights), -1)
+    relative = weights / weights[:, :1, :1, 1:]
     tokens = ("s_t", "s_t-1")
-    ticks = {
-        float(i): f"{tokens[c]} from {tokens[b]}, asked by {tokens[a]}"
-        for i, (a, c, b) in enumerate(np.ndindex(2, 2, 2))
-    }
     objective = Curves(
-        letter="C", title="objective that one layer descends, over its rate η", xlabel="", ylabel="weight",
-        lines=(Line(label="linear-1", x=np.arange(8.0), y=relative, kind="linear", markers=True,
-                    origin=result.origin["objective"]),),
-        x_ticks=ticks,
+        letter="C", title="objective that one layer descends, over its rate η", xlabel="what is predicted from what",
+        ylabel="weight",
+        lines=tuple(
+            Line(label=f"for the query {tokens[a]}", x=np.arange(4.0), y=relative[:, a].reshape(-1, 4), kind="linear",
+                 shade=1.0 - a / 2, dashed=a > 0, markers=True, origin=result.origin["objective"])
+            for a in range(2)
+        ),
+        x_ticks={float(2 * c + b): f"{tokens[c]} ← {tokens[b]}" for c in range(2) for b in range(2)},
     )  # fmt: skip
 
     def layers(letter: str, name: str, title: str, first: int) -> Maps:
