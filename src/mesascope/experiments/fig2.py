@@ -217,7 +217,7 @@ def token_claims(result: Result) -> list[Claim]:
             authors=FULL_MESA_AT_1 / SOFTMAX_AT_1,
         ),
         Claim(
-            id="si-embed-1", figure="si-tokens", panel="B, C", source="SI, token probing, partial observation",
+            id="si-embed-1", figure="si-tokens", panel="B", source="SI, token probing, partial observation",
             claim="wider embeddings copy more tokens",
             checks=tuple(
                 Check(what=f"{kind}: smallest gain of tokens with an error below 0.2 from one width to the next",

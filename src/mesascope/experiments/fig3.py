@@ -155,31 +155,29 @@ def six_layers(lab: Lab) -> Arrays:
 def softmax_layers(lab: Lab) -> Arrays:
     r"""Weight products of layers 2 to 7 of softmax-7, as the tokens see them that layer 1 has bound.
 
-    After layer 1 the residual stream is $r_t \approx B_0^\top s_t + B_1^\top s_{t-1}$ with
-    $B_l = 1_{l=0}E + \sum_h \bar a_{h,l}\,E W_V^h P^h$: E is the embedding and $\bar a_{h,l}$ the mean attention to
-    t - l. So a head reads $B W_K^\top W_Q B^\top$ and writes $U P W_V B^\top$ to the prediction, U being the
+    After layer 1 the residual stream is $r_t \approx B_0 s_t + B_1 s_{t-1}$ with
+    $B_l = 1_{l=0}E + \sum_h \bar a_{h,l}\,P^h W_V^h E$: E is the embedding and $\bar a_{h,l}$ the mean attention to
+    t - l. So a later head reads $B^\top W_K^\top W_Q B$ and writes $U P W_V B$ to the prediction, U being the
     unembedding: slots of n entries, as for constructed tokens.
     """
     trained = lab.trained("softmax-7")
     models, block = trained.models, trained.config.model.blocks[0]
     assert models.embed is not None
     assert models.unembed is not None
+    embed, unembed = np.asarray(models.embed, np.float64), np.asarray(models.unembed, np.float64)
+    first, later = models.layers[0], models.layers[1:]
     # What heads attend to hardly depends on the data: see `attention`.
     share = _maps(lab, trained, 128, ("attention",)).shares[:, 0]
-    first, later = models.layers[0], models.layers[1:]
-    split = (models.embed.shape[0], models.embed.shape[-1], block.heads, block.key_dim)
-    heads = np.einsum(
-        "sthd,shdm->shtm",
-        np.einsum("stm,smhd->sthd", models.embed, np.reshape(first.values, split)),
-        np.reshape(first.output, (split[0], block.heads, block.key_dim, -1)),
-    )
+    values = np.reshape(first.values, (len(embed), -1, block.heads, block.key_dim))
+    output = np.reshape(first.output, (len(embed), block.heads, block.key_dim, -1))
+    heads = np.einsum("sthd,shdm->shtm", np.einsum("stm,smhd->sthd", embed, values), output)
     bound = np.einsum("shl,shtm->sltm", share, heads)
-    bound[:, 0] += models.embed
+    bound[:, 0] += embed
     seeds, slots, width, dim = bound.shape
     bound = bound.reshape(seeds, slots * width, dim)
     of = products([{n: getattr(layer, n) for n in NAMES} for layer in later], heads=block.heads)
     read = np.einsum("sam,slhmn,sbn->slhab", bound, of.read, bound)
-    write = np.einsum("smp,slhmn,sbn->slhpb", models.unembed, of.write, bound)
+    write = np.einsum("smp,slhmn,sbn->slhpb", unembed, of.write, bound)
     square = np.concatenate([write, np.zeros_like(write)], -2)
     read_share, write_share = _shares(Products(jnp.asarray(read), jnp.asarray(square)), width, None)
     return {
@@ -340,7 +338,7 @@ def weight_claims(result: Result) -> list[Claim]:
 
     return [
         claim(
-            id="si-weights-1", panel="A, B", claim="twelve multiples of the identity are nearly all of one layer",
+            id="si-weights-1", panel="A", claim="twelve multiples of the identity are nearly all of one layer",
             checks=tuple(
                 Check(what=f"part of the energy of {formula}", values=result[f"{kind}_share_scalars"], at_least=0.9)
                 for kind, formula in (("read", "W_Kᵀ W_Q"), ("write", "P W_V"))

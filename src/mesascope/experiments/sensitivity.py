@@ -71,7 +71,7 @@ def panels(result: Result) -> list[Panel]:
             values = result[name][:, :, POSITIONS.index(position)]
             steps = result[f"{name}_steps"]
             lines = [
-                Line(label=f"step {step}", x=-lags.astype(float), y=values[:, i, position - 1 - lags],
+                Line(label=f"step {step:.0f}", x=-lags.astype(float), y=values[:, i, position - 1 - lags],
                      kind=COLORS[kind], shade=i / max(1, len(steps) - 1), markers=True, origin=result.origin[name])
                 for i, step in enumerate(steps)
             ]  # fmt: skip
@@ -93,7 +93,7 @@ def claims(result: Result) -> list[Claim]:
     for i, (task, (prefix, kinds, lag, factor)) in enumerate(TASKS.items(), start=1):
         names = {kind: f"{prefix}-{kind}" for kind in kinds if kind != "full-mesa"}
         at_end = {kind: over_older(result, name, lag) for kind, name in names.items()}
-        shown = {"full": "A, B", "partial": "D, E", "nonlinear": "F, G"}[task]
+        shown = {"full": "A", "partial": "D", "nonlinear": "F"}[task]
         about = partial(Claim, figure="si-sensitivity", panel=shown, source="SI, sensitivity")
         found += [
             about(
