@@ -10,13 +10,21 @@ _FILES = {
     "fig2": "fig2",
     "fig3": "fig3",
     "fig4": "fig4",
+    "fig5": "fig5",
     "fig6": "fig6",
-    "si-attention": "fig3",
+    "fig7": "fig7",
+    "fig8": "fig8",
     "si-weights": "fig3",
-    "si-tokens": "fig2",
+    "si-attention": "fig3",
+    "si-contracting": "teachers",
+    "si-fixed-teacher": "teachers",
     "si-sensitivity": "sensitivity",
+    "si-tokens": "fig2",
     "si-partial": "fig6",
     "si-nonlinear": "fig6",
+    "si-distilled": "fig5",
+    "si-noise": "fig5",
+    "si-icl-mesa": "fig8",
 }
 
 
