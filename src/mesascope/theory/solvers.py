@@ -127,8 +127,9 @@ def loss_by_time(algorithm: Algorithm, context: Context) -> Float[Array, " time"
     return jnp.where(context.predicts, jnp.mean(errors.reshape(-1, errors.shape[-1]), 0), 0)
 
 
+@eqx.filter_jit
 def loss(algorithm: Algorithm, context: Context) -> Float[Array, ""]:
-    """Mean over sequences and predicted times of ½‖error‖²."""
+    """Mean over sequences and predicted times of ½‖error‖². Compiled once for each kind of algorithm and shape."""
     by_time = loss_by_time(algorithm, context)
     return jnp.sum(by_time) / jnp.sum(context.predicts.astype(by_time.dtype))
 
@@ -180,12 +181,10 @@ def line_search(
     """
     if not 0 < low < high:
         raise ValueError(f"low, high: expected 0 < low < high, got {low} and {high}.")
-    # The context is an argument, or the compiler would evaluate what does not depend on the number.
-    evaluate = jax.jit(lambda grid, context: jax.lax.map(lambda x: loss(build(x), context), grid))
     best, lowest = low, math.inf
     for _ in range(rounds):
         grid = np.geomspace(low, high, points)
-        found = np.asarray(evaluate(_float(grid), context))
+        found = [float(loss(build(x), context)) for x in _float(grid)]
         at = int(np.nanargmin(found))
         best, lowest = float(grid[at]), float(found[at])
         low, high = grid[max(at - 1, 0)], grid[min(at + 1, points - 1)]
