@@ -106,7 +106,7 @@ class Reproduce:
     """From released weights; or trained here: `quick` at reduced scale, `paper` with five seeds (a GPU), `smoke` to
     see that it runs."""
     out: Path = Path("report")
-    """Directory of figures, arrays and claims."""
+    """Directory of the page, figures, arrays and claims."""
     runs: Path = Path("runs")
     """Directory of trained models."""
     fresh: bool = False
@@ -121,6 +121,7 @@ class Reproduce:
 
         from mesascope.experiments.lab import SCALES
         from mesascope.experiments.reproduce import OutOfTimeError, against_committed, publish, reproduce
+        from mesascope.report import write_page
         from mesascope.runs import keep_compiled
 
         console = Console()
@@ -138,33 +139,40 @@ class Reproduce:
         except OutOfTimeError as stopped:
             console.print(f"{stopped} The same command goes on from here.", highlight=False)
             sys.exit(75)
+        compared = self.publish is None and self.preset in ("released", "paper")
+        different = against_committed(outcomes) if compared else None
+        page = write_page(outcomes, self.out / "index.html", scale=SCALES[self.preset], differences=different)
+        console.print(f"the page: {page}", highlight=False, soft_wrap=True)
         if self.publish is not None:
             publish(outcomes, self.publish)
-        elif self.preset in ("released", "paper"):
-            different = against_committed(outcomes)
-            for line in different:
-                console.print(line, style="red", highlight=False)
-            sys.exit(1 if different else 0)
+        for line in different or ():
+            console.print(line, style="red", highlight=False)
+        if different:
+            sys.exit(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Draw figures again from what `mesascope reproduce` computed."""
+    """Draw figures and the page again from what `mesascope reproduce` computed."""
 
     figures: tyro.conf.Positional[tuple[str, ...]] = ()
     """Which; all of them unless given."""
     preset: Literal["smoke", "released", "quick", "paper"] = "released"
     """The preset that they were computed with."""
     out: Path = Path("report")
-    """Directory of figures and arrays."""
+    """Directory of the page, figures and arrays."""
 
     def run(self) -> None:
         from rich.console import Console
 
         from mesascope.experiments.lab import SCALES
         from mesascope.experiments.reproduce import redraw
+        from mesascope.report import write_page
 
-        redraw(self.figures, scale=SCALES[self.preset], out=self.out, console=Console())
+        console, scale = Console(), SCALES[self.preset]
+        outcomes = redraw(self.figures, scale=scale, out=self.out, console=console)
+        page = write_page(outcomes, self.out / "index.html", scale=scale)
+        console.print(f"the page: {page}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
