@@ -113,7 +113,7 @@ def test_filters(visit):
     assert page.get_by_text("No claim is like that.").is_visible()
     # A sign beside a panel leads to its claim, whatever the filters.
     page.locator("#fig4-0 .sign").first.click()
-    assert page.locator("#claim-fig4a-1").is_visible()
+    page.locator("#claim-fig4a-1").wait_for()
     assert len(ids()) == 5
 
 
@@ -121,7 +121,7 @@ def test_rows_lead_to_their_figure(visit):
     page = visit()
     page.locator("#claim-fig3a-1 th a").click()
     assert page.url.endswith("#fig3")
-    assert page.locator("#fig3").evaluate("node => Math.abs(node.getBoundingClientRect().top)") < 120
+    page.wait_for_function("Math.abs(document.querySelector('#fig3').getBoundingClientRect().top) < 120")
 
 
 def test_hovering_shows_values(visit):
@@ -235,7 +235,7 @@ def test_maps_show_values(visit):
     page.mouse.move(canvas["x"] + canvas["width"] * 2.5 / 20, canvas["y"] + canvas["height"] * 4.5 / 20)
     value, where = plot.locator(".tip").inner_text().split("\n")
     assert where == "query 4, key 2"
-    assert float(value) == pytest.approx(np.exp(-2), rel=1e-3)
+    assert float(value) == pytest.approx(np.exp(-2), rel=5e-3)  # maps have three digits
     page.mouse.move(0, 0)
     assert plot.locator(".tip").is_hidden()
     wide = plot_of(page, "fig3", 2)

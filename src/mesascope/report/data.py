@@ -42,8 +42,8 @@ def panel_data(panel: Panel) -> dict[str, Any]:
         return {}
     about = {"title": panel.title, "xlabel": panel.xlabel, "ylabel": panel.ylabel}
     if isinstance(panel, Maps):
-        # Four digits are more than colors and a hovering reader can use, and maps are what makes a page large.
-        maps = [[label, rounded(values, 4)] for label, values in panel.maps.items()]
+        # Three digits are more than colors show, and maps are what makes a page large; files beside it have them all.
+        maps = [[label, rounded(values, 3)] for label, values in panel.maps.items()]
         return about | {"maps": maps, "diverging": panel.diverging}
     grids: dict[bytes, int] = {}
     lines, xs = [], []

@@ -43,6 +43,8 @@
     node.append(...children);
     return node;
   };
+  // Printing changes the width without a chance to draw again: then all of it is scaled.
+  const sheet = (width, height, ...children) => make("svg", { "aria-hidden": "true", viewBox: `0 0 ${width} ${height}` }, ...children);
   const html = (tag, className, ...children) => {
     const node = document.createElement(tag);
     node.className = className;
@@ -142,7 +144,7 @@
       const x = axis(x0, x1, data.log_x, left + 4, width - right), y = axis(y0, y1, data.log_y, height - bottom, top);
       Object.assign(this, { x, y, left, box: { left, right: width - right, top, bottom: height - bottom } });
       const name = `clip-${this.figure.id}`;
-      const svg = make("svg", { "aria-hidden": "true" }, make("clipPath", { id: name }, make("rect", { x: left, y: top - 4, width: width - right - left + 4, height: height - bottom - top + 6 })));
+      const svg = sheet(width, height, make("clipPath", { id: name }, make("rect", { x: left, y: top - 4, width: width - right - left + 4, height: height - bottom - top + 6 })));
       for (const [value, label] of vertical) {
         const at = y.at(value);
         svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: at, y2: at }), make("text", { x: left - 6, y: at + 4, "text-anchor": "end" }, label));
@@ -367,7 +369,7 @@
     draw() {
       const { plot, data } = this, width = plot.clientWidth, height = plot.clientHeight;
       if (!width) return;
-      if (this.slider && !$(".thumbs canvas", this.figure)) this.thumbnails();
+      if (this.slider && !$(".thumbs .now", this.figure)) this.thumbnails();
       const map = this.maps[this.now], rows = map.length, columns = map[0].length;
       const left = 34, top = data.ylabel ? 20 : 6, bottom = 34, right = 58;
       let w = width - left - right, h = height - top - bottom;
@@ -375,8 +377,9 @@
       if (columns / rows > 1 / 3 && columns / rows < 3) { const size = Math.min(w / columns, h / rows); [w, h] = [size * columns, size * rows]; }
       this.box = { left, top, w, h, rows, columns };
       const canvas = this.paint(this.now);
-      Object.assign(canvas.style, { left: `${left}px`, top: `${top}px`, width: `${w}px`, height: `${h}px` });
-      const svg = make("svg", { "aria-hidden": "true" });
+      const part = (length, whole) => `${(100 * length) / whole}%`;
+      Object.assign(canvas.style, { left: part(left, width), top: part(top, height), width: part(w, width), height: part(h, height) });
+      const svg = sheet(width, height);
       for (const [value] of linearTicks(0, columns - 1, Math.min(columns, w / 40), true)) svg.append(make("text", { x: left + ((value + 0.5) * w) / columns, y: top + h + 14, "text-anchor": "middle" }, text(value)));
       for (const [value] of linearTicks(0, rows - 1, Math.min(rows, h / 34), true)) svg.append(make("text", { x: left - 6, y: top + ((value + 0.5) * h) / rows + 4, "text-anchor": "end" }, text(value)));
       svg.append(make("text", { x: left + w, y: top + h + 29, "text-anchor": "end" }, data.xlabel), make("text", { x: 0, y: 10 }, data.ylabel));

@@ -22,7 +22,7 @@ def heading(name: str) -> str:
     if found := re.fullmatch(r"fig(\d+)(\w*)", name):
         return f"Figure {found[1]}{found[2].upper()}"
     if name.startswith("si-"):
-        return f"Supplement: {name.removeprefix('si-').replace('-', ' ')}"
+        return f"SI, {name.removeprefix('si-').replace('-', ' ')}"
     return name
 
 
@@ -161,7 +161,8 @@ def _maps(figure: str, i: int, panel: Maps) -> str:
         tools = (
             f'<div class="slide"><label class="hidden" for="{name}">which map of {escape(panel.title)}</label>'
             f'<input type="range" id="{name}" min="0" max="{len(labels) - 1}" value="0" step="1" '
-            f'aria-valuetext="{escape(labels[0])}"></div>{tools}<div class="thumbs" aria-hidden="true"></div>'
+            f'aria-valuetext="{escape(labels[0])}"></div>{tools}'
+            f'<div class="thumbs" aria-hidden="true">{"<canvas></canvas>" * len(labels)}</div>'
             '<label class="same"><input type="checkbox"> one color scale for all</label>'
         )
     return (
