@@ -34,7 +34,7 @@ def pages():
         def page(width: int, scheme: str):
             size = {"width": width, "height": 900}
             page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
-            page.set_default_timeout(5000)
+            page.set_default_timeout(20_000)
             return page
 
         yield page

@@ -38,7 +38,7 @@ def write_page(
 ) -> Path:
     """Write the page, and the arrays behind each figure beside it: `SCALE/arrays/FIGURE.npz` and `.json`.
 
-    The page depends on the outcomes alone: the same numbers make the same bytes.
+    The same outcomes make the same bytes. Links lead to files beside the page, where they are there.
 
     Args:
         differences: sentences on claims that are not as committed; None where that was not looked at.
@@ -65,7 +65,7 @@ def write_page(
         "count": str(len(claims)),
         "claims": claims_table(claims),
         "contents": "".join(_contents(outcome) for outcome in outcomes),
-        "missing": _missing(outcomes, scale),
+        "missing": _missing(outcomes),
         "sections": "".join(section(outcome, path.parent, scale, models) for outcome in outcomes),
         "models": "".join(models.values()),
         "data": to_json({o.experiment.id: [panel_data(p) for p in o.panels] for o in outcomes}),
@@ -152,14 +152,14 @@ def _verdict_filter(claims: Sequence[Mapping[str, Any]]) -> str:
     return "".join(buttons)
 
 
-def _missing(outcomes: Sequence[Outcome], scale: Scale) -> str:
+def _missing(outcomes: Sequence[Outcome]) -> str:
     shown = {outcome.experiment.id for outcome in outcomes}
     missing = [name for name in experiments.names() if name not in shown]
     if not missing:
         return ""
     return (
-        f'<p class="missing">Not on this page: {escape(", ".join(missing))}. All figures: '
-        f"<code>mesascope reproduce --preset {scale.name}</code></p>"
+        f'<p class="missing">Not on this page: {escape(", ".join(missing))}. '
+        "<code>mesascope list</code> shows what there is.</p>"
     )
 
 
