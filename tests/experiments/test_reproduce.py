@@ -100,6 +100,13 @@ def test_finished_pieces_are_kept(tmp_path, figure, console):
     assert figure.calls[5:] == ["first", "second"]
 
 
+def test_half_a_figure_is_not_drawn(tmp_path, figure, console):
+    machinery.reproduce(scale=SMOKE, out=tmp_path, console=console)
+    (tmp_path / "smoke" / "pieces" / "own" / "second.json").unlink()
+    with pytest.raises(StoreError, match=r"\(second missing\): mesascope reproduce own --preset smoke"):
+        machinery.redraw((), scale=SMOKE, out=tmp_path, console=console)
+
+
 def test_out_of_time(tmp_path, figure, console):
     with pytest.raises(OutOfTimeError):
         machinery.reproduce(scale=SMOKE, out=tmp_path, console=console, max_minutes=0.0)

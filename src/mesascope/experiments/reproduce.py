@@ -130,17 +130,19 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
     outcomes = []
     for name in names or experiments.names():
         experiment = experiments.experiment(name)
-        arrays, about = {}, {}
+        stored, stored_about = _stored(name) if scale.from_released else ({}, {})
+        arrays, about = {}, dict(stored_about.get("pieces", {}))
         for piece in experiment.pieces:
             path = out / scale.name / "pieces" / name / piece
-            new, about[piece] = results.read(path) if path.with_suffix(".json").exists() else ({}, {})
-            arrays |= new
-        stored, _ = _stored(name) if scale.from_released else ({}, {})
+            if path.with_suffix(".json").exists():
+                new, about[piece] = results.read(path)
+                arrays |= new
         origin = {n: "recomputed" if n in arrays else "stored" for n in {*arrays, *stored}}
         whole = results.spliced(stored, arrays)
-        if not whole:
+        if missing := [piece for piece in experiment.pieces if piece not in about]:
             raise StoreError(
-                f"{name} has not been computed: mesascope reproduce {name} --preset {scale.name}"
+                f"{name} has not been computed, or not all of it ({', '.join(missing)} missing): "
+                f"mesascope reproduce {name} --preset {scale.name}"
             )
         result = Result(figure=name, arrays=whole, origin=origin, about=about)  # pyright: ignore[reportArgumentType]
         outcomes.append(_outcome(experiment, result, scale))

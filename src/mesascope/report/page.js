@@ -187,8 +187,7 @@
     drawn(line) {
       const group = make("g", { class: "curve", style: `--c:${line.color}` });
       line.node = group;
-      const written = line.variant === "as_written" && this.settings.variant === "both";
-      const style = `line${line.dashed ? " dashed" : written ? " as_written" : ""}`;
+      const style = `line${line.dashed ? " dashed" : line.variant === "as_written" ? " as_written" : ""}`;
       if (this.settings.seeds === "each" && line.y.length > 1) {
         for (const seed of line.y) group.append(make("path", { class: `${style} thin`, d: this.path(line, seed) }));
         return group;

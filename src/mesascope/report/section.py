@@ -126,11 +126,11 @@ def _curves(panel: Curves) -> str:
 
 def _key(i: int, line: Line, twin: bool, seeds: bool) -> str:
     stroke = color(line)
-    dash = ' stroke-dasharray="5 3"' if line.dashed else ""
+    dash = "dashed" if line.dashed else line.variant
     dot = '<circle cx="13" cy="6" r="2.4" class="point"/>' if line.markers else ""
     swatch = (
         f'<svg class="swatch" width="26" height="12" aria-hidden="true" style="--c:{stroke}">'
-        f'<line x1="1" x2="25" y1="6" y2="6"{dash}/>{dot}</svg>'
+        f'<line class="{dash}" x1="1" x2="25" y1="6" y2="6"/>{dot}</svg>'
     )
     variant = ""
     if twin:
