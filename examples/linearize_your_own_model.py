@@ -74,20 +74,28 @@ def main(figure: str | None = None, steps: int = 1500):
 
     site = Site(input="stream", output="attention")
     linear = linearize(
-        trace, models, [site], sample, heads=HEADS, key_dim=KEY_DIM, steps=steps, batch_size=64, key=key
+        models,
+        sample,
+        [site],
+        trace=trace,
+        heads=HEADS,
+        key_dim=KEY_DIM,
+        steps=steps,
+        batch_size=64,
+        key=key,
     )
     ratio = linear.ratio[0]
     print(f"made linear: {ratio} times the loss (95%)")
 
     cases = {f"no head {h + 1}": ablate_head("heads", h) for h in range(HEADS)}
     cases |= {"no attention": ablate("attention"), "another's attention": patch("attention")}
-    found = effects(trace, models, cases, sample, key=key)
+    found = effects(models, sample, cases, trace=trace, key=key)
     difference = found.difference()
     for i, name in enumerate(found.names):
         far = np.nanmean(found.distance.mean[i])
         print(f"{name:>20}: loss {difference.mean[i]:+.3f}, predictions {far:.2f} of their squares away")
 
-    weights = products({name: models[name] for name in models}, heads=HEADS)
+    weights = products(models, heads=HEADS)
     read = np.abs(np.asarray(weights.read)).reshape(2, HEADS, 3, 2, 3, 2).sum((0, 1, 3, 5))
     row, column = np.unravel_index(np.argmax(read), read.shape)
     print(f"heads compare mostly slot {row + 1} of keys' tokens with slot {column + 1} of queries' tokens")

@@ -106,10 +106,8 @@ def main(figure: str | None = None, *, steps: int = 600) -> Probes:
     shares = ", ".join(f"{share:.2f}" for share in depends.shares.mean[0, 8:3:-1])
     print(f"its memory depends on tokens t, t-1, ... by {shares} of the whole")
     pairs = FewShot(dim=OBS, length=16)
-    shown, control = (
-        regression_curve(predict, trained, pairs, key=key),
-        control_curve(Ridge(100.0), pairs, key=key),
-    )
+    shown = regression_curve(trained, pairs, predict=predict, key=key)
+    control = control_curve(Ridge(100.0), pairs, key=key)
     print("regression from pairs, loss of the network and of least squares:")
     for i in (0, 3, 7):
         print(f"  pair {i + 1}: {shown.loss[i]}, {control.loss[i]}")

@@ -290,7 +290,7 @@ def test_linearization(kind):
         return Examples(s, jnp.roll(s, -1, 1), jnp.ones(T, bool))
 
     found = linearize(
-        attention, taught, [Site(input="stream", output="out")], sample,
+        taught, sample, [Site(input="stream", output="out")], trace=attention,
         heads=1, key_dim=N, steps=100, batch_size=16, test_sequences=64, key=jax.random.key(1),
     )  # fmt: skip
     said = [by_model(found, i).linear[0] for i in range(count)]
@@ -325,7 +325,7 @@ def test_few_shot_of_models(model, data):
     task = FewShot(dim=N, length=24, noise=1.0 if data == "white noise" else 0.0)
     some = jax.tree.map(lambda a: a.astype(jnp.float32), models(model, SEEDS, jax.random.key(3)))
     whole = regression_curve(
-        predict, some, task, sequences=keys * size, batch_size=1600, key=jax.random.key(5)
+        some, task, predict=predict, sequences=keys * size, batch_size=1600, key=jax.random.key(5)
     )
     parts = [slice(size * i, size * (i + 1)) for i in range(keys)]
     found = [early_ascent(dataclasses.replace(whole, losses=whole.losses[:, part])).present for part in parts]
@@ -334,7 +334,7 @@ def test_few_shot_of_models(model, data):
 
 @pytest.mark.slow
 def test_interventions():
-    """The border: what is taken from another sequence is worth as much there as here. And no teacher is a solver."""
+    """The border: what is taken from another sequence is worth as much there as here."""
     keys, size = 300, 64
 
     def trace(model, tokens, edit=None):
@@ -348,10 +348,10 @@ def test_interventions():
 
     taught = models("fixed teacher", SEEDS, jax.random.key(0))
     whole = effects(
-        trace,
         taught,
-        {"another": patch("noise")},
         sample,
+        {"another": patch("noise")},
+        trace=trace,
         sequences=keys * size,
         batch_size=1600,
         key=jax.random.key(1),
@@ -375,9 +375,9 @@ def test_solvers_take_over_from_no_teacher(model, data):
         key = jax.random.key(i)
         some = jax.tree.map(lambda a: a.astype(jnp.float32), models(model, SEEDS, key))
         found = solver_from(
-            attention, some, ["stream"], lambda key, size: jax.tree.map(
+            some, lambda key, size: jax.tree.map(
                 lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, pairs(data, key, size)
-            ), lams=(1.0, 100.0), sequences=64, batch_size=64, key=key,
+            ), ["stream"], trace=attention, lams=(1.0, 100.0), sequences=64, batch_size=64, key=key,
         )  # fmt: skip
         said.append(found.equal)
     assert np.mean(said) <= 0.01

@@ -20,7 +20,6 @@ from mesascope.analysis.few_shot import (
     tune_prefix,
 )
 from mesascope.analysis.results import stack
-from mesascope.models import Transformer
 from mesascope.tasks import FewShot
 from mesascope.theory.constructions import key_shift
 from mesascope.theory.solvers import NewtonSchulz
@@ -31,11 +30,16 @@ SIZE = dict(sequences=96, batch_size=48)
 KEY = jax.random.key(5)
 
 
+def scale(model, tokens):
+    """A model that is one number."""
+    return model * tokens
+
+
 @pytest.fixture(scope="module")
 def curves():
     """A mesa-layer that binds every pair of consecutive tokens, and the controls."""
     model = stack([key_shift(N, LAM).model])
-    found = {"model": regression_curve(Transformer.__call__, model, TASK, key=KEY, **SIZE)}
+    found = {"model": regression_curve(model, TASK, key=KEY, **SIZE)}
     return found | controls(TASK, lam=LAM, key=KEY, **SIZE)
 
 
@@ -70,7 +74,7 @@ def test_early_ascent(curves):
     assert 2 <= found.pair <= 8
     assert early_ascent(curves["model"]).rise.low > 0
     assert not early_ascent(curves["least squares, true pairs"]).present
-    nothing = regression_curve(lambda m, tokens: m * tokens, jnp.zeros(2, jnp.float32), TASK, key=KEY, **SIZE)
+    nothing = regression_curve(jnp.zeros(2, jnp.float32), TASK, predict=scale, key=KEY, **SIZE)
     assert not early_ascent(nothing).present
     assert found.plot() is not None
 
@@ -91,10 +95,10 @@ def test_two_tasks_in_a_row():
 def test_pairs_are_the_same_whatever_stands_between_them():
     """A model that repeats its input pays ½‖y - x‖², with EOS and prefix as without."""
     echo = jnp.ones(1, jnp.float32)
-    plain = regression_curve(lambda m, tokens: m * tokens, echo, TASK, key=KEY, **SIZE)
+    plain = regression_curve(echo, TASK, predict=scale, key=KEY, **SIZE)
     dressed = FewShot(dim=N, length=32, eos=True, prefix=2)
     vectors = Vectors(jnp.zeros((1, N), jnp.float32), jnp.ones((1, 2, N), jnp.float32))
-    shown = regression_curve(lambda m, tokens: m * tokens, echo, dressed, vectors=vectors, key=KEY, **SIZE)
+    shown = regression_curve(echo, dressed, predict=scale, vectors=vectors, key=KEY, **SIZE)
     np.testing.assert_allclose(shown.losses, plain.losses[..., : shown.losses.shape[-1]], rtol=1e-6)
 
 
@@ -108,11 +112,11 @@ def test_planted_eos():
         return jnp.pad(tokens, ((0, 0), (1, 0), (0, 0)))[:, :-1] + offset
 
     task = FewShot(dim=N, length=32, eos=True)
-    tuned = tune_eos(predict, OFFSETS, task, steps=400, rate=3e-2, key=KEY)
+    tuned = tune_eos(OFFSETS, task, predict=predict, steps=400, rate=3e-2, key=KEY)
     np.testing.assert_allclose(tuned.vectors.eos, -OFFSETS, atol=0.1)
     assert tuned.losses[:, -50:].mean() < tuned.losses[:, :5].mean()
-    better = regression_curve(predict, OFFSETS, task, vectors=tuned.vectors, key=KEY, **SIZE)
-    worse = regression_curve(predict, OFFSETS, task, vectors=Vectors(eos=OFFSETS), key=KEY, **SIZE)
+    better = regression_curve(OFFSETS, task, predict=predict, vectors=tuned.vectors, key=KEY, **SIZE)
+    worse = regression_curve(OFFSETS, task, predict=predict, vectors=Vectors(eos=OFFSETS), key=KEY, **SIZE)
     # Of one model: two say little about others.
     better, worse = (dataclasses.replace(c, losses=c.losses[:1]) for c in (better, worse))
     found = gain(worse, better)
@@ -133,27 +137,27 @@ def test_planted_prefix(eos):
 
     task = FewShot(dim=N, length=32, eos=eos, prefix=3)
     given = jnp.zeros((2, N), jnp.float32) if eos else None
-    how = dict(eos=given, rate=3e-2, key=KEY, batch_size=64)
-    tuned = tune_prefix(predict, OFFSETS, task, steps=400, **how)
-    start = tune_prefix(predict, OFFSETS, task, steps=1, **how)
+    how = dict(predict=predict, eos=given, rate=3e-2, key=KEY, batch_size=64)
+    tuned = tune_prefix(OFFSETS, task, steps=400, **how)
+    start = tune_prefix(OFFSETS, task, steps=1, **how)
     np.testing.assert_allclose(tuned.vectors.prefix[:, 0], -OFFSETS, atol=0.1)
     np.testing.assert_array_equal(tuned.vectors.prefix[:, 1:], start.vectors.prefix[:, 1:])
     assert tuned.vectors.eos is given
 
 
 def test_bad_input():
-    predict, model = (lambda m, tokens: m * tokens), jnp.ones(2, jnp.float32)
+    model = jnp.ones(2, jnp.float32)
     eos = FewShot(dim=N, length=12, eos=True)
     with pytest.raises(ValueError, match=r"vectors.eos: the prompts have one, got none"):
-        regression_curve(predict, model, eos, key=KEY)
+        regression_curve(model, eos, predict=scale, key=KEY)
     with pytest.raises(ValueError, match="tuned for 3 models, but there are 2"):
-        regression_curve(predict, model, eos, vectors=Vectors(eos=jnp.ones((3, N))), key=KEY)
+        regression_curve(model, eos, predict=scale, vectors=Vectors(eos=jnp.ones((3, N))), key=KEY)
     with pytest.raises(ValueError, match="predictions for every token"):
-        regression_curve(lambda m, tokens: m * tokens[:, :3], model, TASK, key=KEY)
+        regression_curve(model, TASK, predict=lambda m, tokens: m * tokens[:, :3], key=KEY)
     with pytest.raises(ValueError, match="with EOS and without a prefix"):
-        tune_eos(predict, model, TASK, key=KEY)
+        tune_eos(model, TASK, predict=scale, key=KEY)
     with pytest.raises(ValueError, match="with a prefix"):
-        tune_prefix(predict, model, eos, key=KEY)
+        tune_prefix(model, eos, predict=scale, key=KEY)
     curves = [Curve(losses=np.ones((k, 4, 5)), pair=np.arange(5), task=np.zeros(5, int)) for k in (2, 3)]
     with pytest.raises(ValueError, match="the same seeds"):
         gain(*curves)

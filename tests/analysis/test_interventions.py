@@ -7,7 +7,6 @@ import pytest
 
 from mesascope.analysis.interventions import ablate, ablate_head, effects, patch, replace, solver_from
 from mesascope.analysis.results import stack
-from mesascope.models import Transformer
 from mesascope.tasks import Constructed, Dynamics, Examples
 from mesascope.theory.constructions import copying_then_mesa, gradient_descent
 from mesascope.theory.solvers import GradientDescent, autoregressive
@@ -50,7 +49,7 @@ def found():
         "another's head": patch("blocks.0.mixer.heads", head=0),
         "mean": ablate("blocks.1.mixer.out", to="mean"),
     }
-    return effects(Transformer.trace, stack([BUILT.model]), cases, sample, key=KEY, **SIZE)
+    return effects(stack([BUILT.model]), sample, cases, key=KEY, **SIZE)
 
 
 def test_effects_are_those_of_the_algorithm(found):
@@ -92,7 +91,7 @@ def test_solver_goes_on_from_where_pairs_are_bound():
     """After the layer that copies, least squares predicts what the model does; before it, there are no pairs."""
     built = copying_then_mesa(N, 1, 10.0, sharpness=25.0, codes=8)
     found = solver_from(
-        Transformer.trace, stack([built.model]), ["embedded", "blocks.0.resid_post"], padded,
+        stack([built.model]), padded, ["embedded", "blocks.0.resid_post"],
         lams=(1.0, 10.0, 100.0), sequences=64, batch_size=32, key=KEY,
     )  # fmt: skip
     before, after = np.nanmean(found.distance.mean, -1)
@@ -112,7 +111,7 @@ def test_bad_input():
     model = stack([BUILT.model])
 
     def run(case):
-        return effects(Transformer.trace, model, {"case": case}, sample, key=KEY, **SIZE)
+        return effects(model, sample, {"case": case}, key=KEY, **SIZE)
 
     with pytest.raises(ValueError, match="has 2, counted from 0, got 2"):
         run(ablate_head("blocks.1.mixer.heads", 2))
@@ -123,9 +122,9 @@ def test_bad_input():
     with pytest.raises(ValueError, match="'zero' or 'mean'"):
         ablate("embedded", to="one")
     with pytest.raises(ValueError, match="at least one"):
-        effects(Transformer.trace, model, {}, sample, key=KEY)
+        effects(model, sample, {}, key=KEY)
     with pytest.raises(ValueError, match="observation: expected s_t"):
-        solver_from(Transformer.trace, model, ["embedded"], sample, key=KEY, **SIZE)
+        solver_from(model, sample, ["embedded"], key=KEY, **SIZE)
     where = dict(observation=lambda e: e.tokens[..., N : 2 * N])
     with pytest.raises(ValueError, match="need at least 24, got 16"):
-        solver_from(Transformer.trace, model, ["embedded"], sample, key=KEY, **SIZE, **where)
+        solver_from(model, sample, ["embedded"], key=KEY, **SIZE, **where)

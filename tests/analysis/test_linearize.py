@@ -53,7 +53,7 @@ def test_a_linear_layer_costs_nothing():
     both = [gradient_descent(N, etas).model for etas in ((0.1, 0.1), (0.2, 0.15))]
     planted = jax.tree.map(lambda *a: jnp.stack(a), *both)
     found = linearize(
-        Transformer.trace, planted, layer_sites(planted), sample,
+        planted, sample, layer_sites(planted),
         heads=4, key_dim=4, steps=500, batch_size=32, rates=(1e-7, *RATES, 100.0), test_sequences=64,
         key=jax.random.key(0),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_layer_that_copies_is_reported():
         return Examples(seen, jnp.pad(s[:, 1:], ((0, 0), (1, 0), (0, 0))), jnp.arange(seen.shape[1]) > 0)
 
     found = linearize(
-        Transformer.trace, stack([built.model]), layer_sites(built.model)[:1], observations,
+        stack([built.model]), observations, layer_sites(built.model)[:1],
         heads=1, key_dim=2, steps=300, batch_size=32, test_sequences=64, key=jax.random.key(0),
     )  # fmt: skip
     assert found.ratio.low[0] > 2
@@ -137,8 +137,8 @@ def test_bad_input():
     kinds = dict(sample=sample, steps=20, batch_size=4, test_sequences=4, key=jax.random.key(0))
     site = Site(input="embedded", output="blocks.0.mixer.out")
     with pytest.raises(ValueError, match="40 heads of outputs 8 wide"):
-        linearize(Transformer.trace, models(layers=1), [site], heads=40, **kinds)
+        linearize(models(layers=1), sites=[site], heads=40, **kinds)
     with pytest.raises(ValueError, match="sites"):
-        linearize(Transformer.trace, models(2, 1), [], **kinds)
+        linearize(models(2, 1), sites=[], **kinds)
     with pytest.raises(ValueError, match="key_inputs"):
         layer_sites(models(layers=1, mixer=Softmax(), positions=Positions(at="keys", dim=4)))

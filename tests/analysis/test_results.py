@@ -163,22 +163,28 @@ TOOLS = {
     ),
     "sensitivity": lambda m, path, **a: sensitivity(m, tokens, activations=activations, path=path, **a),
     "linearize": lambda m, path, **a: linearize(
-        trace, m, [Site(input="embedded", output=path)], examples, **a
+        m, examples, [Site(input="embedded", output=path)], trace=trace, **a
     ),
-    "effects": lambda m, path, **a: effects(trace, m, {"none": ablate(path)}, examples, **a),
+    "effects": lambda m, path, **a: effects(m, examples, {"none": ablate(path)}, trace=trace, **a),
     "replace": lambda m, path, **a: effects(
-        trace, m, {"theory": replace("embedded", lambda seen, e: seen[path], reads=[path])}, examples, **a
+        m,
+        examples,
+        {"theory": replace("embedded", lambda seen, e: seen[path], reads=[path])},
+        trace=trace,
+        **a,
     ),
-    "solver_from": lambda m, path, **a: solver_from(trace, m, [path], examples, **a),
+    "solver_from": lambda m, path, **a: solver_from(m, examples, [path], trace=trace, **a),
 }
 OTHERS = {
     "in_context_score": lambda m, **a: in_context_score(m, examples, **a),
     "distance": lambda m, **a: distance(
         m, tokens, predict=lambda m, x: x, algorithm=lambda x: x, control=lambda x: -x, **a
     ),
-    "regression_curve": lambda m, **a: regression_curve(lambda m, x: x, m, PROMPTS, **a),
-    "tune_eos": lambda m, **a: tune_eos(lambda m, x: x, m, FewShot(dim=2, length=12, eos=True), **a),
-    "tune_prefix": lambda m, **a: tune_prefix(lambda m, x: x, m, FewShot(dim=2, length=12, prefix=2), **a),
+    "regression_curve": lambda m, **a: regression_curve(m, PROMPTS, predict=lambda m, x: x, **a),
+    "tune_eos": lambda m, **a: tune_eos(m, FewShot(dim=2, length=12, eos=True), predict=lambda m, x: x, **a),
+    "tune_prefix": lambda m, **a: tune_prefix(
+        m, FewShot(dim=2, length=12, prefix=2), predict=lambda m, x: x, **a
+    ),
 }
 
 

@@ -9,9 +9,10 @@ entries each, and training leaves blocks that are multiples of the identity: $c_
 keeps nothing but the means of these diagonals, $c_{ab} = \frac1n\mathrm{tr}\,M_{ab}$: the orthogonal projection on such
 matrices.
 
-    products = products_of(run.models)             # or products({"queries": ..., ...}, heads=4) for anybody's weights
+    models = run.models()
+    products = products_of(models)                 # or products({"queries": ..., ...}, heads=4) for anybody's weights
     scalars = read_off(products, width=10)         # 16 per product: 32 per head and layer
-    compressed = from_products(run.models, scalars.products())
+    compressed = from_products(models, scalars.products())
 """
 
 import dataclasses
@@ -353,7 +354,7 @@ def interpolate(kept: Mapping[int, Transformer], scalars: Scalars, examples: Exa
     """Halfway between the models of every kept step and scalars read off at the end of an earlier run.
 
     Args:
-        kept: models by step (`run.kept`), all seeds, trained from the initialization of the run that the scalars are
+        kept: models by step (`run.kept()`), all seeds, trained from the initialization of the run that the scalars are
             from: only then do heads with the same number do the same thing.
         scalars: of the finished models.
         examples: sequences to measure losses on.

@@ -9,10 +9,10 @@ and a prefix before them may be tuned for it. Controls read the same sequences: 
 learner, on all pairs of consecutive tokens, of which every second, $(y_i, x_{i+1})$, is spurious.
 
     task = FewShot.preset(eos=True)
-    tuned = tune_eos(Transformer.__call__, models, task, key=key)
-    curve = regression_curve(Transformer.__call__, models, task, vectors=tuned.vectors, key=key)
+    tuned = tune_eos(models, task, key=key)
+    curve = regression_curve(models, task, vectors=tuned.vectors, key=key)
     early_ascent(curve)
-    gain(regression_curve(Transformer.__call__, models, FewShot.preset(), key=key), curve)
+    gain(regression_curve(models, FewShot.preset(), key=key), curve)
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ from mesascope.analysis.results import (
     rows_size,
     seeds_of,
 )
+from mesascope.models import Transformer
 from mesascope.tasks.few_shot import FewShot, Regression
 from mesascope.theory import solvers
 from mesascope.training import half_squared_errors, optimize
@@ -83,10 +84,10 @@ class Curve(Result):
 
 
 def regression_curve(
-    predict: Predict,
     models: PyTree,
     task: FewShot,
     *,
+    predict: Predict = Transformer.__call__,
     vectors: Vectors | None = None,
     sequences: int = 512,
     batch_size: int = 128,
@@ -95,9 +96,9 @@ def regression_curve(
     """Errors of models that are shown a task's prompts.
 
     Args:
-        predict: `predict(model, tokens)`, predictions after every token.
-        models: arrays with a seed axis first.
+        models: with a seed axis.
         task: prompts, with EOS, prefix or a second task or without.
+        predict: `predict(model, tokens)`, predictions after every token.
         vectors: for EOS and prefix, if the prompts have them.
         key: of the sequences; the same key and distribution give the same pairs, whatever stands between them.
     """
@@ -106,7 +107,7 @@ def regression_curve(
     @jax.jit
     def batch(key: PRNGKeyArray) -> Array:
         regression = _pairs(task, key, batch_size)
-        return jax.vmap(lambda model, own: _losses(predict, model, task, regression, own))(models, vectors)
+        return jax.vmap(lambda model, own: _losses(model, task, predict, regression, own))(models, vectors)
 
     losses = [np.asarray(batch(k)) for k in jax.random.split(key, -(-sequences // batch_size))]
     return _curve(task, np.concatenate(losses, 1)[:, :sequences])
@@ -279,10 +280,10 @@ class Tuned(Result):
 
 
 def tune_eos(
-    predict: Predict,
     models: PyTree,
     task: FewShot,
     *,
+    predict: Predict = Transformer.__call__,
     steps: int = 5000,
     rate: float = 1e-3,
     batch_size: int = 64,
@@ -296,14 +297,14 @@ def tune_eos(
     """
     if not task.eos or task.prefix:
         raise ValueError(f"task: expected prompts with EOS and without a prefix, got {task}.")
-    return _tune(predict, models, task, Vectors(), steps, rate, batch_size, key)
+    return _tune(models, task, predict, Vectors(), steps, rate, batch_size, key)
 
 
 def tune_prefix(
-    predict: Predict,
     models: PyTree,
     task: FewShot,
     *,
+    predict: Predict = Transformer.__call__,
     eos: Float[Array, "seed obs"] | None = None,
     steps: int = 5000,
     rate: float = 1e-3,
@@ -321,11 +322,11 @@ def tune_prefix(
             f"task: expected prompts with a prefix, and `eos` where they have EOS, got {task} and "
             f"{'no ' if eos is None else ''}eos."
         )
-    return _tune(predict, models, task, Vectors(eos=eos), steps, rate, batch_size, key)
+    return _tune(models, task, predict, Vectors(eos=eos), steps, rate, batch_size, key)
 
 
 def _tune(
-    predict: Predict, models: PyTree, task: FewShot, fixed: Vectors, steps: int, rate: float, batch_size: int,
+    models: PyTree, task: FewShot, predict: Predict, fixed: Vectors, steps: int, rate: float, batch_size: int,
     key: PRNGKeyArray,
 ) -> Tuned:  # fmt: skip
     seeds = seeds_of(models)
@@ -336,7 +337,7 @@ def _tune(
 
     def one(model: PyTree, start: Array, fixed: Vectors) -> tuple[Array, Array]:
         def loss(vector: Array, regression: Regression) -> Array:
-            return jnp.mean(_losses(predict, model, task, regression, fixed._replace(**{what: vector})))
+            return jnp.mean(_losses(model, task, predict, regression, fixed._replace(**{what: vector})))
 
         return optimize(
             loss, start, lambda key: _pairs(task, key, batch_size),
@@ -366,7 +367,7 @@ def _pairs(task: FewShot, key: PRNGKeyArray, batch_size: int) -> Regression:
 
 
 def _losses(
-    predict: Predict, model: PyTree, task: FewShot, regression: Regression, vectors: Vectors
+    model: PyTree, task: FewShot, predict: Predict, regression: Regression, vectors: Vectors
 ) -> Float[Array, "batch pair"]:
     """Of one model, with its own vectors."""
     prompt = task.prompt(regression, eos=vectors.eos, prefix=vectors.prefix)

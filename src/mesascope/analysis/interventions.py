@@ -9,7 +9,7 @@ on the same sequences j. Loss alone can stay where it is while predictions chang
 
     cases = {"head 2 of layer 1": ablate_head("blocks.0.mixer.heads", 2),
              "layer 3": ablate("blocks.2.mixer.out")}
-    effects(Transformer.trace, models, cases, config.examples, key=key)
+    effects(models, config.examples, cases, key=key)
 
 And `solver_from` asks for how much the layers from ℓ on are needed at all: what a linear decoder finds of $s_t$ and
 $s_{t-1}$ in the residual stream before layer ℓ is handed to exact least squares, whose predictions take the model's
@@ -38,6 +38,7 @@ from mesascope.analysis.results import (
     rows_size,
     seeds_of,
 )
+from mesascope.models import Transformer
 from mesascope.ops import mesa_attention
 from mesascope.tasks import Examples
 from mesascope.tasks.tokens import delayed
@@ -162,11 +163,11 @@ class Effects(Result):
 
 
 def effects(
-    trace: Trace,
     models: PyTree,
-    cases: Mapping[str, Case],
     sample: Sample,
+    cases: Mapping[str, Case],
     *,
+    trace: Trace = Transformer.trace,
     sequences: int = 512,
     batch_size: int = 128,
     key: PRNGKeyArray,
@@ -174,10 +175,10 @@ def effects(
     """Run every case on the same fresh sequences.
 
     Args:
-        trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
-        models: arrays with a seed axis first.
-        cases: by name.
+        models: with a seed axis.
         sample: fresh sequences, `sample(key, batch_size)`.
+        cases: by name.
+        trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
     """
     seeds_of(models)
     if not cases:
@@ -261,11 +262,11 @@ LAMS = tuple(10.0 ** np.arange(-1, 4.5, 0.5))
 
 
 def solver_from(
-    trace: Trace,
     models: PyTree,
-    paths: Sequence[str],
     sample: Sample,
+    paths: Sequence[str],
     *,
+    trace: Trace = Transformer.trace,
     observation: Callable[[Examples], Float[Array, "batch time obs"]] | None = None,
     lams: Sequence[float] = LAMS,
     tolerance: float = 0.05,
@@ -282,6 +283,8 @@ def solver_from(
                      + \tfrac1\lambda I\Big)^{-1}\hat s_t .$$
 
     Args:
+        paths: of the residual stream.
+        trace: as in `effects`; nothing is edited.
         observation: $s_t$ from the sequences; None: the tokens themselves.
         lams: to choose λ from.
         tolerance: see `SolverSwap`.

@@ -9,7 +9,8 @@ then the linear layer takes its place, and the ratio of the losses with and with
 models are distilled side by side. Learning rates are found: each is tried for a while on every layer, and each layer of
 each model goes on with the one that served it best.
 
-    linearize(Transformer.trace, run.models, layer_sites(run.models), run.config.examples, key=key)
+    models = run.models()
+    linearize(models, run.config.examples, layer_sites(models), key=key)
 
 Where queries and keys are given, the best values and outputs have a closed form (`best_write`): least squares of $y_t$
 on $\sum_i x_i (k_i^\top q_t)$. It ends every distillation, within the width of the head's values, and without that
@@ -208,11 +209,11 @@ SOLVE = 8
 
 
 def linearize(
-    trace: Trace,
     models: PyTree,
-    sites: Sequence[Site],
     sample: Sample,
+    sites: Sequence[Site],
     *,
+    trace: Trace = Transformer.trace,
     heads: int = 4,
     key_dim: int = 20,
     steps: int = 3000,
@@ -225,10 +226,10 @@ def linearize(
     """Distil every layer of every model, put each in its place and measure.
 
     Args:
-        trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
-        models: arrays with a seed axis first (`stack([model])` for one).
-        sites: the layers; they must have one width.
+        models: with a seed axis (`stack([model])` for one).
         sample: fresh sequences, `sample(key, batch_size)`.
+        sites: the layers; they must have one width.
+        trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
         heads, key_dim: of the linear layers.
         steps: of Adam, its rate falling to zero along a cosine.
         rates: to choose from; the tool warns nobody, but `rate` shows when one at the edge was best.
@@ -240,7 +241,7 @@ def linearize(
         raise ValueError(
             f"expected sites, rates and at least 10 steps, got {depth}, {len(rates)} and {steps}."
         )
-    record = _recorder(trace, models, sites)
+    record = _recorder(models, sites, trace)
     pilot_key, run_key, start_key, solve_key, test_key = jax.random.split(key, 5)
 
     # Layers differ a lot in the size of what they read and give back; in units of their own one set of rates fits all.
@@ -296,7 +297,7 @@ def linearize(
     # Back to the units of the model.
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
     found = LinearLayer(found.queries / x, found.keys / x, found.values / x, found.output * y)
-    measured = _measure(trace, models, sites, sample, found, heads, batch_size, test_sequences, test_key)
+    measured = _measure(models, sample, sites, trace, found, heads, batch_size, test_sequences, test_key)
     paths = tuple(site.output for site in sites)
     return Linearization(paths=paths, layers=found, heads=heads, rate=rate, least=least, **measured)
 
@@ -327,7 +328,7 @@ def _prepared(site: Site, model: PyTree, x: Array, wide: int) -> Recorded:
     return Recorded(beside, x, x)
 
 
-def _recorder(trace: Trace, models: PyTree, sites: Sequence[Site]) -> Callable[[Array], Recorded]:
+def _recorder(models: PyTree, sites: Sequence[Site], trace: Trace) -> Callable[[Array], Recorded]:
     """From tokens to what all layers of all models read and gave back, [seed, layer, batch, time, width]."""
     most = max(site.codes for site in sites)
 
@@ -439,10 +440,10 @@ def _polish(
 
 
 def _measure(
-    trace: Trace,
     models: PyTree,
-    sites: Sequence[Site],
     sample: Sample,
+    sites: Sequence[Site],
+    trace: Trace,
     layers: LinearLayer,
     heads: int,
     batch_size: int,

@@ -286,7 +286,7 @@ def loss_of(predictions: Any, examples: Examples) -> Float[Array, "*lead batch"]
     return errors @ (weight / jnp.sum(weight))
 
 
-def trace(model: Any, tokens: Array) -> Mapping[str, Array]:
+def activations_of(model: Any, tokens: Array) -> Mapping[str, Array]:
     """The activations of a `mesascope` Transformer."""
     return model.trace(tokens)[1]
 
