@@ -17,7 +17,7 @@ import optax
 
 import mesascope
 from mesascope.analysis.circuits import products
-from mesascope.analysis.interventions import ablate, ablate_head, effects, patch
+from mesascope.analysis.interventions import ablate, effects, patch
 from mesascope.analysis.linearize import Site, linearize
 from mesascope.tasks import Constructed, Examples
 
@@ -87,13 +87,14 @@ def main(figure: str | None = None, steps: int = 1500):
     ratio = linear.ratio[0]
     print(f"made linear: {ratio} times the loss (95%)")
 
-    cases = {f"no head {h + 1}": ablate_head("heads", h) for h in range(HEADS)}
+    cases = {f"no head {h + 1}": ablate("heads", head=h) for h in range(HEADS)}
     cases |= {"no attention": ablate("attention"), "another's attention": patch("attention")}
     found = effects(models, sample, cases, trace=trace, key=key)
-    difference = found.difference()
     for i, name in enumerate(found.names):
         far = np.nanmean(found.distance.mean[i])
-        print(f"{name:>20}: loss {difference.mean[i]:+.3f}, predictions {far:.2f} of their squares away")
+        print(
+            f"{name:>20}: loss {found.difference.mean[i]:+.3f}, predictions {far:.2f} of their squares away"
+        )
 
     weights = products(models, heads=HEADS)
     read = np.abs(np.asarray(weights.read)).reshape(2, HEADS, 3, 2, 3, 2).sum((0, 1, 3, 5))

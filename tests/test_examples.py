@@ -78,5 +78,5 @@ def test_linearize_your_own_model(capsys, tmp_path):
     assert (tmp_path / "effects.png").stat().st_size > 5_000
     # Two models only, so that the interval is wide.
     assert 1.1 < ratio.mean < 3
-    assert np.all(found.difference().mean > 0.1), "attention is needed, and so is each head"
+    assert np.all(found.difference.mean > 0.1), "attention is needed, and so is each head"
     assert "times the loss" in capsys.readouterr().out

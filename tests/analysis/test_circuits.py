@@ -63,7 +63,7 @@ def test_planted_scalars():
     np.testing.assert_allclose(scalars.read, read, atol=1e-11)
     np.testing.assert_allclose(scalars.write, write, atol=1e-11)
     np.testing.assert_allclose(scalars.read_share, 1, atol=1e-11)
-    for part in scalars.share():
+    for part in scalars.share:
         np.testing.assert_allclose(part.mean, 1, atol=1e-11)
     assert scalars.structured.all()
     assert len(scalars.plot().images) == len(circuits.products_of(models).plot().images) == 2 * LAYERS * HEADS
@@ -100,7 +100,7 @@ def test_theory_is_read_back():
     built = gradient_descent(N, [0.1], dtype=jnp.float64)
     found = circuits.read_off(circuits.products_of(stack([built.model])), width=N)
     assert found.read[0, 0, 0, 3, 1] == 1
-    assert found.share()[0].mean == 1
+    assert found.share[0].mean == 1
 
 
 def test_structure_is_not_found_where_there_is_none():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.analysis.interventions import ablate, ablate_head, effects, patch, replace, solver_from
+from mesascope.analysis.interventions import ablate, effects, patch, replace, solver_from
 from mesascope.analysis.results import stack
 from mesascope.tasks import Constructed, Dynamics, Examples
 from mesascope.theory.constructions import copying_then_mesa, gradient_descent
@@ -35,15 +35,27 @@ def second_layer(seen, examples):
     return ETAS[1] * jnp.concatenate([scores @ now, -scores @ before, nothing, nothing], -1)
 
 
+NAMES = ("queries", "keys", "values")
+
+
+def first_head(seen, examples):
+    """Linear attention, with all pairs side by side."""
+    q, k, v = (seen[f"blocks.1.mixer.{name}"][:, 0] for name in NAMES)
+    return jnp.tril(q @ jnp.swapaxes(k, -1, -2)) @ v
+
+
 @pytest.fixture(scope="module")
 def found():
     cases = {
-        "predict in layer 2": ablate_head("blocks.1.mixer.heads", 0),
-        "contract in layer 2": ablate_head("blocks.1.mixer.heads", 1),
+        "predict in layer 2": ablate("blocks.1.mixer.heads", head=0),
+        "contract in layer 2": ablate("blocks.1.mixer.heads", head=-1),
         "layer 2": ablate("blocks.1.mixer.out"),
         "theory": replace("blocks.1.mixer.out", second_layer, reads=["blocks.0.resid_post"]),
         "wrong theory": replace(
             "blocks.1.mixer.out", lambda seen, e: -second_layer(seen, e), reads=["blocks.0.resid_post"]
+        ),
+        "theory of a head": replace(
+            "blocks.1.mixer.heads", first_head, reads=[f"blocks.1.mixer.{n}" for n in NAMES], head=0
         ),
         "another's first layer": patch("blocks.0.mixer.out"),
         "another's head": patch("blocks.0.mixer.heads", head=0),
@@ -70,9 +82,10 @@ def test_effects_are_those_of_the_algorithm(found):
 def test_theory_takes_a_layers_place(found):
     distance = dict(zip(found.names, np.nanmean(found.distance.mean, -1), strict=True))
     assert distance["theory"] < 1e-20
+    assert distance["theory of a head"] < 1e-20
     for name in ("wrong theory", "another's first layer", "another's head", "mean"):
         assert distance[name] > 0.05
-    difference = found.difference()
+    difference = found.difference
     assert abs(difference.mean[found.names.index("theory")]) < 1e-12
     assert difference.low[found.names.index("another's first layer")] > 0
     assert not found.harmful[found.names.index("theory")]
@@ -114,7 +127,11 @@ def test_bad_input():
         return effects(model, sample, {"case": case}, key=KEY, **SIZE)
 
     with pytest.raises(ValueError, match="has 2, counted from 0, got 2"):
-        run(ablate_head("blocks.1.mixer.heads", 2))
+        run(ablate("blocks.1.mixer.heads", head=2))
+    with pytest.raises(ValueError, match="has 2, counted from 0, got -3"):
+        run(patch("blocks.1.mixer.heads", head=-3))
+    with pytest.raises(ValueError, match="has 0, counted from 0, got 0"):
+        run(patch("blocks.1.mixer.out", head=0))
     with pytest.raises(ValueError, match="come after"):
         run(replace("blocks.0.mixer.out", lambda seen, e: seen, reads=["predictions"]))
     with pytest.raises(ValueError, match="has shape"):

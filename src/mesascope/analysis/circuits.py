@@ -184,6 +184,7 @@ class Scalars(Result):
         """Scalars of one model."""
         return self.blocks.scalars * self.read.shape[1] * self.read.shape[2]
 
+    @property
     def share(self) -> tuple[Estimate, Estimate]:
         """Of reads and writes by layer, mean over heads."""
         read, write = (Estimate.over_seeds(a.mean(-1), "layer") for a in (self.read_share, self.write_share))
@@ -192,7 +193,7 @@ class Scalars(Result):
     @property
     def structured(self) -> Bool[np.ndarray, " layer"]:
         """Whether scalars are more than half of both products, whichever seeds had been drawn."""
-        read, write = self.share()
+        read, write = self.share
         return read.above(0.5) & write.above(0.5)
 
     def products(self) -> Products:
@@ -415,6 +416,7 @@ class MesaObjective(Result):
         """Of next-token prediction in the sum of all squared weights; 1 is Proposition 1."""
         return self.eta**2 / np.sum(self.weights**2, (1, 2, 3))
 
+    @property
     def relative(self) -> Estimate:
         """Weights over η."""
         return Estimate.over_seeds(self.weights / self.eta[:, None, None, None], "query", "value", "key")
@@ -427,7 +429,7 @@ class MesaObjective(Result):
     @property
     def present(self) -> Bool[np.ndarray, "query value key"]:
         """Which weights differ from zero in the same direction whichever seeds had been drawn (99%)."""
-        low, high = self.relative().interval(0.99)
+        low, high = self.relative.interval(0.99)
         return (low > 0) | (high < 0)
 
     def predictions(
@@ -452,7 +454,7 @@ class MesaObjective(Result):
         """Weights over η, by what is predicted from what and for which query."""
         names = ("s_t", "s_{t-1}")
         labels = [f"${names[c]}$ from ${names[b]}$, for ${names[a]}$" for a, c, b in np.ndindex(2, 2, 2)]
-        flat = Estimate.over_seeds(self.relative().values.reshape(len(self.weights), -1), "weight")
+        flat = Estimate.over_seeds(self.relative.values.reshape(len(self.weights), -1), "weight")
         with drawing(ax, size=rows_size(len(labels))) as ax:
             draw_points(ax, labels, flat)
             ax.set_xlabel("weight in the objective, over η")

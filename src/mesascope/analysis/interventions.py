@@ -7,12 +7,12 @@ $$\Delta_j = L_j^{\text{edited}} - L_j, \qquad
 
 on the same sequences j. Loss alone can stay where it is while predictions change; both are needed.
 
-    cases = {"head 2 of layer 1": ablate_head("blocks.0.mixer.heads", 2),
+    cases = {"head 2 of layer 1": ablate("blocks.0.mixer.heads", head=1),
              "layer 3": ablate("blocks.2.mixer.out")}
     effects(models, config.examples, cases, key=key)
 
-And `solver_from` asks for how much the layers from ℓ on are needed at all: what a linear decoder finds of $s_t$ and
-$s_{t-1}$ in the residual stream before layer ℓ is handed to exact least squares, whose predictions take the model's
+And `solver_from` asks whether the layers from ℓ on do what least squares would: what a linear decoder finds of $s_t$
+and $s_{t-1}$ in the residual stream before layer ℓ is handed to exact least squares, whose predictions take the model's
 place.
 """
 
@@ -51,29 +51,19 @@ Case = Callable[[PyTree, Examples, Mapping[str, Array]], Edits]
 """From a model, the sequences and its activations on them to edits."""
 
 
-def ablate(path: str, *, to: str = "zero") -> Case:
-    """An activation replaced by zero, or by its mean over the sequences at each time.
+def ablate(path: str, *, head: int | None = None, to: str = "zero") -> Case:
+    """An activation, or one head's output, replaced by zero or by its mean over the sequences at each time.
 
     Args:
+        head: which, where the activation is [..., head, time, value]; None for all of it.
         to: "zero" or "mean".
     """
-    _check_to(to)
-
-    def case(model: PyTree, examples: Examples, seen: Mapping[str, Array]) -> Edits:
-        return {path: lambda x: _blank(x, to)}
-
-    return case
-
-
-def ablate_head(path: str, head: int, *, to: str = "zero") -> Case:
-    """One head's output, [..., head, time, value], replaced."""
-    _check_to(to)
+    if to not in ("zero", "mean"):
+        raise ValueError(f"to: expected 'zero' or 'mean', got {to!r}.")
 
     def edit(x: Array) -> Array:
-        if not -x.shape[-3] <= head < x.shape[-3]:
-            raise ValueError(f"head: {path} has {x.shape[-3]}, counted from 0, got {head}.")
-        chosen = (jnp.arange(x.shape[-3]) == head % x.shape[-3])[:, None, None]
-        return jnp.where(chosen, _blank(x, to), x)
+        mean = jnp.mean(x, 0, keepdims=True)
+        return _put(path, x, jnp.zeros_like(x) if to == "zero" else jnp.broadcast_to(mean, x.shape), head)
 
     return lambda model, examples, seen: {path: edit}
 
@@ -81,25 +71,25 @@ def ablate_head(path: str, head: int, *, to: str = "zero") -> Case:
 def patch(path: str, *, head: int | None = None) -> Case:
     """An activation, or one head's output, taken from another sequence: that of the neighbor in the batch.
 
-    Everything is then as natural as can be, but belongs to another sequence. (For sequences that share what is ablated,
-    such as attention by position alone, nothing changes.)
+    Everything is then as natural as can be, but belongs to another sequence. (What all sequences share, such as
+    attention by position alone, is not changed by it.)
     """
-
-    def edit(x: Array) -> Array:
-        other = jnp.roll(x, 1, 0)
-        if head is None:
-            return other
-        return jnp.where((jnp.arange(x.shape[-3]) == head)[:, None, None], other, x)
-
-    return lambda model, examples, seen: {path: edit}
+    return lambda model, examples, seen: {path: lambda x: _put(path, x, jnp.roll(x, 1, 0), head)}
 
 
-def replace(path: str, by: Callable[[Mapping[str, Array], Examples], Array], *, reads: Sequence[str]) -> Case:
-    """An activation replaced by what theory says it should be.
+def replace(
+    path: str,
+    by: Callable[[Mapping[str, Array], Examples], Array],
+    *,
+    reads: Sequence[str],
+    head: int | None = None,
+) -> Case:
+    """An activation, or one head's output, replaced by what theory says it should be.
 
     Args:
-        by: from activations before it, as they are in the edited model, to this one.
+        by: from activations before it, as they are in the edited model, to this one; for one head [..., time, value].
         reads: the paths that `by` needs.
+        head: as in `ablate`.
     """
 
     def case(model: PyTree, examples: Examples, seen: Mapping[str, Array]) -> Edits:
@@ -119,13 +109,25 @@ def replace(path: str, by: Callable[[Mapping[str, Array], Examples], Array], *, 
                     f"reads: {', '.join(missing)} come after {path}; expected activations before it."
                 )
             new = by(noticed, examples)
-            if new.shape != x.shape:
-                raise ValueError(f"by: {path} has shape {x.shape}, got {new.shape}.")
-            return new.astype(x.dtype)
+            expected = x.shape if head is None else (*x.shape[:-3], *x.shape[-2:])
+            if new.shape != expected:
+                raise ValueError(f"by: {path} has shape {expected}, got {new.shape}.")
+            new = new.astype(x.dtype)
+            return _put(path, x, new if head is None else new[..., None, :, :], head)
 
         return {name: notice(name) for name in reads} | {path: put}
 
     return case
+
+
+def _put(path: str, x: Array, new: Array, head: int | None) -> Array:
+    """What is new, or x in which one head is new."""
+    if head is None:
+        return new
+    heads = x.shape[-3] if x.ndim > 3 else 0
+    if not -heads <= head < heads:
+        raise ValueError(f"head: {path} has {heads}, counted from 0, got {head}.")
+    return jnp.where((jnp.arange(heads) == head % heads)[:, None, None], new, x)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,6 +147,7 @@ class Effects(Result):
     edited: Float[np.ndarray, "seed sequence case"]
     distance: Estimate
 
+    @property
     def difference(self) -> Estimate:
         """Loss with each case less that without, by case."""
         return Estimate.of(self.edited - self.loss[..., None], "case")
@@ -152,12 +155,12 @@ class Effects(Result):
     @property
     def harmful(self) -> Bool[np.ndarray, " case"]:
         """Which cases raise the loss, whichever sequences and seeds had been drawn: the model needs what they take."""
-        return self.difference().above(0)
+        return self.difference.above(0)
 
     def plot(self, *, ax: "Axes | None" = None) -> "Axes":
         """Differences of losses, by case."""
         with drawing(ax, size=rows_size(len(self.names))) as ax:
-            draw_points(ax, self.names, self.difference())
+            draw_points(ax, self.names, self.difference)
             ax.set_xlabel("loss less that of the model")
         return ax
 
@@ -216,7 +219,7 @@ class SolverSwap(Result):
 
     Attributes:
         paths: the residual stream from which the solver reads, by depth.
-        lam: λ of the solver, which served best on the sequences the decoders were fitted to.
+        lam: λ of the solver, which served best on the last batch that the decoders were fitted to.
         unexplained: by the decoders of $s_t$ and $s_{t-1}$, on other sequences (1 is no better than a constant zero).
         loss: of the models.
         solver: of least squares on the observations themselves.
@@ -236,6 +239,7 @@ class SolverSwap(Result):
     control: Estimate
     tolerance: float
 
+    @property
     def difference(self) -> Estimate:
         """Loss with the solver less that of the model, by depth: below zero, the solver does better."""
         return Estimate.of(self.swapped - self.loss[..., None], "depth")
@@ -394,12 +398,3 @@ def _relative(
     size = power.mean(1, keepdims=True, dtype=np.float64)
     nothing = size <= 1e-9 * np.mean(size, -1, keepdims=True)
     return Estimate.ratio(far, np.where(nothing, np.nan, power), axis, "time")
-
-
-def _blank(x: Array, to: str) -> Array:
-    return jnp.zeros_like(x) if to == "zero" else jnp.broadcast_to(jnp.mean(x, 0, keepdims=True), x.shape)
-
-
-def _check_to(to: str) -> None:
-    if to not in ("zero", "mean"):
-        raise ValueError(f"to: expected 'zero' or 'mean', got {to!r}.")
