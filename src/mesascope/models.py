@@ -394,7 +394,7 @@ class Transformer(eqx.Module):
             if config.clip is not None:
                 x = jnp.clip(x, -config.clip, config.clip)
             x = tap(f"{path}.resid_post", x)
-        x = _layer_norm(x, self.final_norm)
+        x = layer_norm(x, self.final_norm)
         x = x[..., : config.output_dim] if self.unembed is None else self._project(x, self.unembed)
         state = None if state is None else DecodingState(state.position + time, tuple(after))
         return tap("predictions", x), state
@@ -406,7 +406,7 @@ class Transformer(eqx.Module):
     def _mlp(self, layer: Layer, mlp: FeedForward, x: Array) -> Array:
         assert layer.mlp_in is not None
         assert layer.mlp_out is not None
-        hidden = self._project(_layer_norm(x, layer.mlp_norm), layer.mlp_in)
+        hidden = self._project(layer_norm(x, layer.mlp_norm), layer.mlp_in)
         return self._project(ACTIVATIONS[mlp.activation](hidden), layer.mlp_out)
 
     def _mix(
@@ -414,7 +414,7 @@ class Transformer(eqx.Module):
         before: LayerState | None, start: Array | None, path: str, tap: _Tap,
     ) -> tuple[Array, LayerState | None]:  # fmt: skip
         config = self.config
-        x = _layer_norm(x, layer.mixer_norm)
+        x = layer_norm(x, layer.mixer_norm)
         if config.masked:
             x = jnp.where(jnp.arange(config.width) < config.masked, 0, x)
         beside = None if config.positions is None else config.positions.at
@@ -579,7 +579,8 @@ def _beside(x: Array, codes: Array) -> Array:
     return jnp.concatenate([x, jnp.broadcast_to(codes, (*x.shape[:-1], codes.shape[-1]))], -1)
 
 
-def _layer_norm(x: Array, scale: Array | None) -> Array:
+def layer_norm(x: Array, scale: Array | None) -> Array:
+    """Mean zero and variance one over the last axis, times the scale; x itself where there is none."""
     return x if scale is None else scale * _standardized(x)
 
 

@@ -105,9 +105,7 @@ def test_sensitivity_is_the_derivative():
     times = (0, 3, -1)
     found = sensitivity(models, sample, times=times, sequences=4, batch_size=2, key=jax.random.key(0))
     assert found.times == (0, 3, T - 1)
-    inputs = np.concatenate(
-        [sample(jax.random.key(0), 2), sample(jax.random.fold_in(jax.random.key(0), 1), 2)]
-    )
+    inputs = np.concatenate([sample(jax.random.fold_in(jax.random.key(0), i), 2) for i in range(2)])
     step = 1e-5
     units = step * np.eye(T * N).reshape(T * N, T, N)
     for seed in range(2):

@@ -318,11 +318,22 @@ def test_same_key_same_numbers():
     assert np.any(one.error.values != other.error.values)
 
 
+def wide(key, batch_size):
+    """Tokens of 6 numbers, of which `narrow` looks at 3."""
+    batch = noisy(key, batch_size)
+    return batch._replace(tokens=jnp.concatenate([batch.tokens, batch.tokens], -1))
+
+
+def narrow(model, tokens):
+    return {"narrow": tokens[..., :3]}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"paths": ["scalar"]}, ValueError, "expected shape"),
         ({"sequences": 18}, ValueError, "5 wide.*Expected at least 20.*got 18"),
+        ({"sample": wide, "activations": narrow, "sequences": 22}, ValueError, "a token is 6 wide.*least 24.*got 22"),
         ({"untrained": toys(1)}, ValueError, "at least 2 models"),
         ({"untrained": {"w": toys(2)["w"], "b": toys(2)["w"]}}, ValueError, "built differently"),
         ({"sample": lambda k, n: noisy(k, n)._replace(targets={})}, ValueError, "no targets"),

@@ -55,7 +55,7 @@ class AttentionMaps(Result):
     """
 
     paths: tuple[str, ...]
-    maps: Float[np.ndarray, "seed path head time time"]
+    maps: Float[np.ndarray, "seed path head time input"]
     shares: Float[np.ndarray, "seed path head lag"]
     best: Estimate
     uniform: Float[np.ndarray, " lag"]
@@ -189,7 +189,8 @@ class Sensitivity(Result):
 
     @property
     def shares(self) -> Estimate:
-        """`frobenius` divided by its sum over inputs: what part of a time's sensitivity each input has."""
+        """`frobenius` divided by its sum over inputs: what part of a time's sensitivity each input has. Intervals take
+        the sum as known."""
         total = self.frobenius.values.sum(-1, keepdims=True)
         total = np.where(total > 0, total, 1)
         return dataclasses.replace(
@@ -235,7 +236,7 @@ def sensitivity(
     """
     everyone = unstack(models)
     read = reader(activations, (path,))
-    first = sample(key, batches(sequences, batch_size)[0])
+    first = sample(jax.random.fold_in(key, 0), batches(sequences, batch_size)[0])
     length, shape = first.shape[1], jax.eval_shape(read, everyone[0], first)[path].shape
     if len(shape) != 3 or shape[1] != length:
         raise ValueError(f"path {path!r}: expected shape {(*first.shape[:2], 'width')}, got {shape}.")

@@ -35,6 +35,7 @@ from mesascope.analysis.results import (
     draw_points,
     drawing,
     loss_of,
+    relative_squares,
     rows_size,
     seeds_of,
 )
@@ -206,11 +207,10 @@ def effects(
         return jax.vmap(one)(models)
 
     keys = jax.random.split(key, -(-sequences // batch_size))
-    loss, edited, far, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
-    distance = _relative(np.concatenate(far, 1), np.concatenate(power, 1)[:, :, None], "case")
-    return Effects(
-        names=tuple(cases), loss=np.concatenate(loss, 1), edited=np.concatenate(edited, 1), distance=distance
-    )
+    parts = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
+    loss, edited, far, power = (np.concatenate(part, 1)[:, :sequences] for part in parts)
+    distance = relative_squares(far, power[:, :, None], "case", "time")
+    return Effects(names=tuple(cases), loss=loss, edited=edited, distance=distance)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -292,6 +292,7 @@ def solver_from(
         observation: $s_t$ from the sequences; None: the tokens themselves.
         lams: to choose λ from.
         tolerance: see `SolverSwap`.
+        sequences: to fit, and as many to measure; whole batches, so perhaps a few more.
     """
     seeds_of(models)
     fit_key, test_key = jax.random.split(key)
@@ -378,8 +379,8 @@ def solver_from(
     return SolverSwap(
         paths=tuple(paths), lam=lam, unexplained=np.sum(left, 0) / np.sum(total, 0),
         loss=np.concatenate(loss, 1), solver=np.concatenate(solver), swapped=np.concatenate(swapped, 1),
-        distance=_relative(np.concatenate(far, 1), squares, "depth"),
-        control=_relative(np.concatenate(wrong, 1), squares, "depth"), tolerance=tolerance,
+        distance=relative_squares(np.concatenate(far, 1), squares, "depth", "time"),
+        control=relative_squares(np.concatenate(wrong, 1), squares, "depth", "time"), tolerance=tolerance,
     )  # fmt: skip
 
 
@@ -387,14 +388,3 @@ def solver_from(
 def _least_squares(queries: Any, previous: Any, lam: Any) -> Any:
     """Predictions from pairs (previous, query)."""
     return mesa_attention(queries, previous, queries, lam)
-
-
-def _relative(
-    far: Float[np.ndarray, "seed sequence case time"],
-    power: Float[np.ndarray, "seed sequence 1 time"],
-    axis: str,
-) -> Estimate:
-    """Over the squares of each model's predictions; not a number at times when it predicts nothing."""
-    size = power.mean(1, keepdims=True, dtype=np.float64)
-    nothing = size <= 1e-9 * np.mean(size, -1, keepdims=True)
-    return Estimate.ratio(far, np.where(nothing, np.nan, power), axis, "time")

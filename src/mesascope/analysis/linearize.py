@@ -38,7 +38,7 @@ from mesascope.analysis.results import (
     rows_size,
     seeds_of,
 )
-from mesascope.models import Transformer, positions
+from mesascope.models import Transformer, layer_norm, positions
 from mesascope.ops import linear_attention
 from mesascope.tasks import Examples
 from mesascope.training import half_squared_errors
@@ -80,10 +80,7 @@ def layer_sites(model: Transformer) -> tuple[Site, ...]:
             return None
 
         def prepared(model: Transformer, x: Array) -> Array:
-            scale = model.layers[i].mixer_norm
-            if scale is not None:
-                x = x - jnp.mean(x, -1, keepdims=True)
-                x = scale * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+            x = layer_norm(x, model.layers[i].mixer_norm)
             return jnp.where(jnp.arange(x.shape[-1]) < config.masked, 0, x)
 
         return prepared
@@ -472,10 +469,6 @@ def _measure(
         return jax.vmap(one)(models, layers)
 
     keys = jax.random.split(key, -(-sequences // batch_size))
-    loss, swapped, removed, error, power = zip(
-        *(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True
-    )
-    return dict(
-        residual=np.sum(error, 0) / np.sum(power, 0), loss=np.concatenate(loss, 1),
-        swapped=np.concatenate(swapped, 1), removed=np.concatenate(removed, 1),
-    )  # fmt: skip
+    *losses, error, power = zip(*(jax.tree.map(np.asarray, batch(k)) for k in keys), strict=True)
+    loss, swapped, removed = (np.concatenate(part, 1)[:, :sequences] for part in losses)
+    return dict(residual=np.sum(error, 0) / np.sum(power, 0), loss=loss, swapped=swapped, removed=removed)

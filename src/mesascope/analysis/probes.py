@@ -106,7 +106,10 @@ class Probes(Result):
 
     @property
     def relative(self) -> Estimate:
-        r"""$\mathbb E\lVert y - Da\rVert^2 / \mathbb E\lVert y\rVert^2$; NaN where the target is zero."""
+        r"""$\mathbb E\lVert y - Da\rVert^2 / \mathbb E\lVert y\rVert^2$; NaN where the target is zero.
+
+        Intervals take `size` as known; what beats its controls is decided on `error`.
+        """
         return self.error.scaled(self._per_size)
 
     @property
@@ -146,11 +149,11 @@ class Probes(Result):
 
     def verdict(self) -> str:
         """A line for each target and path: its error, and which controls it does not beat at most times."""
-        lines = []
+        lines, relative = [], self.relative.mean
         for i, target in enumerate(self.targets):
             there = self.size[i] > 0
             for j, path in enumerate(self.paths):
-                found = np.mean(self.relative.mean[i, j, there]) if there.any() else np.nan
+                found = np.mean(relative[i, j, there]) if there.any() else np.nan
                 lost = [n for n, b in self.beats.items() if not there.any() or b[i, j, there].mean() <= 0.5]
                 said = f"does not beat: {', '.join(lost)}" if lost else "beats its controls"
                 lines.append(f"{target} from {path}: relative error {found:.3g}, {said}")
@@ -209,7 +212,8 @@ def probe(
         activations: of a model and tokens, arrays by path.
         paths: which of them, each `[batch, time, width]`; None for all that have this shape.
         sequences: in all; half of them fit, half of them score.
-        batch_size: sequences at a time. Memory grows with it, and with `sequences` not at all.
+        batch_size: sequences at a time. Memory grows with it, and with `sequences` not at all; and there is one Gram
+            matrix of the width for every model, path and time.
         ridge: ρ, in units of the mean eigenvalue of the activations' Gram matrix.
         margin: see `Probes`.
         key: for the sequences.
@@ -226,7 +230,7 @@ def probe(
         raise ValueError("untrained: these models are built differently from those that are probed.")
     sizes = [*batches(sequences // 2, batch_size), *batches(sequences - sequences // 2, batch_size)]
     to_fit = len(sizes) // 2
-    drawn = sample(key, sizes[0])
+    drawn = sample(jax.random.fold_in(key, 0), sizes[0])
     chosen = _choose(paths, drawn, activations, trained[0], sequences // 2)
     read = reader(activations, chosen)
     names, widths = tuple(drawn.targets), [np.shape(y)[-1] for y in drawn.targets.values()]
@@ -256,8 +260,7 @@ def probe(
             cross = _moments(x, pairs if 0 <= slot[0] < len(trained) else plain)
             before = moments.get(slot, (0, 0))
             moments[slot] = before[0] + _moments(x, x), before[1] + cross
-    few = count.min() < 2 * max(gram.shape[-1] for gram, _ in moments.values())
-    if few:
+    if count.min() < 2 * max(gram.shape[-1] for gram, _ in moments.values()):
         raise ValueError(
             f"keep: leaves {count.min():.0f} sequences to fit at some time, fewer than twice a width."
         )
@@ -345,11 +348,11 @@ class Course(Result):
         """Relative error of a target (the first unless named) by step of training, at one time (an index), a line for
         each path."""
         with drawing(ax) as ax:
-            first = self.probes[0]
+            first, relative = self.probes[0], self.relative
             target = first.targets[0] if target is None else target
             (i,) = first.at(target)
             for j, (path, color) in enumerate(zip(first.paths, shades(len(first.paths)), strict=True)):
-                draw_curve(ax, self.steps, self.relative[:, i, j, time], color=color, label=path)
+                draw_curve(ax, self.steps, relative[:, i, j, time], color=color, label=path)
             ax.set(xlabel="step of training", ylabel="relative error", title=target, ylim=(0, None))
             legend_beside(ax)
         return ax
@@ -404,11 +407,11 @@ def _choose(
     chosen = tuple(fitting if paths is None else paths)
     if not chosen:
         raise ValueError(f"activations: none of {', '.join(order)} has the shape {(*lead, 'width')}.")
-    for path in chosen:
-        width = shapes[path].shape[-1]
+    widths = {repr(path): shapes[path].shape[-1] for path in chosen} | {"a token": batch.tokens.shape[-1]}
+    for name, width in widths.items():
         if to_fit < 2 * width:
             raise ValueError(
-                f"sequences: {path!r} is {width} wide, and a probe of that rank fits anything to too few sequences. "
+                f"sequences: {name} is {width} wide, and a probe of that rank fits anything to too few sequences. "
                 f"Expected at least {4 * width} (half of them to fit, half to score), got {2 * to_fit}."
             )
     return chosen

@@ -286,6 +286,16 @@ def loss_of(predictions: Any, examples: Examples) -> Float[Array, "*lead batch"]
     return errors @ (weight / jnp.sum(weight))
 
 
+def relative_squares(
+    far: Float[np.ndarray, "seed sequence ..."], power: Float[np.ndarray, "#seed sequence ..."], *axes: str
+) -> Estimate:
+    """Squared distances over the squares of what they are distances from, for axes that end with time; not a number at
+    times when these are nothing."""
+    size = power.mean(1, keepdims=True, dtype=np.float64)
+    nothing = size <= 1e-9 * np.mean(size, -1, keepdims=True)
+    return Estimate.ratio(far, np.where(nothing, np.nan, power), *axes)
+
+
 def activations_of(model: Any, tokens: Array) -> Mapping[str, Array]:
     """The activations of a `mesascope` Transformer."""
     return model.trace(tokens)[1]

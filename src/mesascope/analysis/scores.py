@@ -25,6 +25,7 @@ from mesascope.analysis.results import (
     batches,
     draw_curve,
     drawing,
+    relative_squares,
     unstack,
 )
 from mesascope.training import half_squared_errors
@@ -146,7 +147,7 @@ class Distance(Result):
     """How far predictions are from an algorithm's, relative to their size.
 
     Attributes:
-        model: $d_t$ of the models.
+        model: $d_t$ of the models; not a number at times when the algorithm predicts nothing.
         control: $d_t$ of predictions that should differ.
         tolerance: up to which distance two predictions count as the same.
     """
@@ -214,10 +215,9 @@ def distance(
         near.append(np.sum((found[..., : wanted.shape[-1]] - wanted) ** 2, -1))
         far.append(np.sum((differing - wanted) ** 2, -1)[None])
         size.append(np.sum(wanted**2, -1)[None])
-    below = np.concatenate(size, 1)
-    below = np.where(below.mean(1, keepdims=True) > 0, below, np.nan)
+    power = np.concatenate(size, 1)
     return Distance(
-        model=Estimate.ratio(np.concatenate(near, 1), below, "time"),
-        control=Estimate.ratio(np.concatenate(far, 1), below, "time"),
+        model=relative_squares(np.concatenate(near, 1), power, "time"),
+        control=relative_squares(np.concatenate(far, 1), power, "time"),
         tolerance=tolerance,
     )
