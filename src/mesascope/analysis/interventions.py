@@ -318,22 +318,20 @@ def solver_from(
     def records(key: PRNGKeyArray):
         return (jax.tree.map(np.asarray, record(k)) for k in jax.random.split(key, count))
 
-    # Normal equations of all decoders, batch by batch.
-    gram = cross = 0.0
-    fitting = None
-    for _, now, _, stream in records(fit_key):
-        wanted = np.concatenate([now, np.asarray(delayed(jnp.asarray(now), 1))], -1).astype(np.float64)
-        h = stream.astype(np.float64)
-        gram = gram + np.einsum("slbti,slbtj->slij", h, h, optimize=True)
-        cross = cross + np.einsum("slbti,btj->slij", h, wanted, optimize=True)
-        fitting = now, stream
-    assert isinstance(gram, np.ndarray)
-    assert fitting is not None
-    size = gram.shape[-1]
+    size = jax.eval_shape(record, key)[3].shape[-1]
     if count * batch_size < 2 * size:
         raise ValueError(
             f"sequences: decoders of {size} inputs need at least {2 * size}, got {count * batch_size}."
         )
+    # Normal equations of all decoders, batch by batch.
+    gram = cross = np.zeros(())
+    now = before = stream = np.zeros(())
+    for _, now, _, stream in records(fit_key):
+        before = _before(now)
+        wanted = np.concatenate([now, before], -1).astype(np.float64)
+        h = stream.astype(np.float64)
+        gram = gram + np.einsum("slbti,slbtj->slij", h, h, optimize=True)
+        cross = cross + np.einsum("slbti,btj->slij", h, wanted, optimize=True)
     ridge = 1e-6 * np.trace(gram, axis1=-2, axis2=-1)[..., None, None] / size
     decoders = np.linalg.solve(gram + (ridge + 1e-30) * np.eye(size), cross)
 
@@ -342,28 +340,17 @@ def solver_from(
         query, previous = np.split(both, 2, -1)
         return query, previous
 
-    now, stream = fitting
-    found = decode(stream)
-    own = now, np.asarray(delayed(jnp.asarray(now), 1))
-
-    def best(query: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """λ by seed and depth, on one batch."""
-        errors = []
-        for lam in lams:
-            spread = jnp.full((*query.shape[:-3], 1, 1), lam, query.dtype)
-            guess = np.asarray(_least_squares(query, previous, spread))[..., :-1, :]
-            errors.append(np.mean((guess - now[:, 1:]) ** 2, (-1, -2, -3)))
-        return np.asarray(lams)[np.argmin(np.where(np.isfinite(errors), errors, np.inf), 0)]
-
-    lam, exact = best(*found), float(best(*own))
+    # λ by seed and depth, and that of the observations themselves, on the last of these batches.
+    lam = _best_lam(*decode(stream), now, lams)
+    exact = float(_best_lam(now, before, now, lams))
 
     loss, swapped, solver, far, wrong, power, left, total = ([] for _ in range(8))
     for examples, now, predictions, stream in records(test_key):
         query, previous = decode(stream)
         per_depth = jnp.asarray(lam, query.dtype)[..., None, None]
         guess = np.asarray(_least_squares(query, previous, per_depth))
-        late = np.asarray(delayed(jnp.asarray(now), 1))
-        own = np.asarray(_least_squares(now, late, jnp.full((1, 1), exact, now.dtype)))
+        before = _before(now)
+        own = np.asarray(_least_squares(now, before, jnp.full((1, 1), exact, now.dtype)))
         loss.append(np.asarray(loss_of(predictions, examples)))
         swapped.append(np.moveaxis(np.asarray(loss_of(guess, examples)), 1, 2))
         solver.append(np.asarray(loss_of(own, examples)))
@@ -372,9 +359,9 @@ def solver_from(
         wrong.append(np.sum((np.roll(guess, 1, 1) - base) ** 2, -1))
         power.append(np.sum(base**2, -1))
         left.append(
-            np.stack([np.sum((query - now) ** 2, (2, 3, 4)), np.sum((previous - late) ** 2, (2, 3, 4))], -1)
+            np.stack([np.sum((query - now) ** 2, (2, 3, 4)), np.sum((previous - before) ** 2, (2, 3, 4))], -1)
         )
-        total.append(np.array([np.sum(now**2), np.sum(late**2)]))
+        total.append(np.array([np.sum(now**2), np.sum(before**2)]))
     squares = np.concatenate(power, 1)
     return SolverSwap(
         paths=tuple(paths), lam=lam, unexplained=np.sum(left, 0) / np.sum(total, 0),
@@ -382,6 +369,20 @@ def solver_from(
         distance=relative_squares(np.concatenate(far, 1), squares, "depth", "time"),
         control=relative_squares(np.concatenate(wrong, 1), squares, "depth", "time"), tolerance=tolerance,
     )  # fmt: skip
+
+
+def _before(now: Float[np.ndarray, "batch time obs"]) -> Float[np.ndarray, "batch time obs"]:
+    return np.asarray(delayed(jnp.asarray(now), 1))
+
+
+def _best_lam(query: np.ndarray, previous: np.ndarray, now: np.ndarray, lams: Sequence[float]) -> np.ndarray:
+    """That with which pairs (previous, query) predict the next observation best, for each leading axis of theirs."""
+    errors = []
+    for lam in lams:
+        spread = jnp.full((*query.shape[:-3], 1, 1), lam, query.dtype)
+        guess = np.asarray(_least_squares(query, previous, spread))[..., :-1, :]
+        errors.append(np.mean((guess - now[:, 1:]) ** 2, (-1, -2, -3)))
+    return np.asarray(np.take(lams, np.argmin(np.where(np.isfinite(errors), errors, np.inf), 0)))
 
 
 @jax.jit
