@@ -116,7 +116,7 @@ class Recorded(NamedTuple):
 
 def attend(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, "*lead time model"]:
     """What the layer makes of these inputs."""
-    mixed = _head_outputs(layer, heads, recorded)
+    mixed = _head_outputs(layer.queries, layer.keys, layer.values, heads, recorded)
     return _matmul(mixed, layer.output)
 
 
@@ -135,18 +135,17 @@ def best_write(
         ridge: of the normal equations, over their mean eigenvalue.
     """
     size, width = recorded.inputs.shape[-1], queries.shape[-1] // heads
-    eye = jnp.eye(size, dtype=recorded.inputs.dtype)
-    wide = LinearLayer(queries, keys, jnp.tile(eye, (1, heads)), jnp.zeros((heads * size, size), eye.dtype))
-    features = _head_outputs(wide, heads, recorded)
-    solved = _least_squares(features, recorded.outputs, ridge)
+    if width > size:
+        raise ValueError(f"queries: expected heads at most as wide as the model, {size}, got {width}.")
+    values = jnp.tile(jnp.eye(size, dtype=recorded.inputs.dtype), (1, heads))
+    normal = _NormalEquations()
+    normal.add(_head_outputs(queries, keys, values, heads, recorded), recorded.outputs)
 
     def padded(a: Array) -> Array:
         split = a.reshape(a.shape[0], heads, width)
         return jnp.pad(split, ((0, 0), (0, 0), (0, max(0, size - width)))).reshape(a.shape[0], -1)
 
-    if width > size:
-        raise ValueError(f"queries: expected heads at most as wide as the model, {size}, got {width}.")
-    return LinearLayer(padded(queries), padded(keys), wide.values, jnp.asarray(solved, eye.dtype))
+    return LinearLayer(padded(queries), padded(keys), values, jnp.asarray(normal.solve(ridge), values.dtype))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -288,8 +287,7 @@ def linearize(
     one = jax.tree.map(lambda a: a[None], each)
     found, _ = _descend(one, jnp.asarray(rate, dtype)[None], draw, heads, steps, run_key)
     found = jax.tree.map(lambda a: a[0], found)
-    solve_on, test_on = (_gather(jax.jit(draw), jax.random.split(k, SOLVE)) for k in (solve_key, test_key))
-    found, least = _polish(found, heads, solve_on, test_on)
+    found, least = _polish(found, heads, draw, *(jax.random.split(k, SOLVE) for k in (solve_key, test_key)))
 
     # Back to the units of the model.
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
@@ -346,12 +344,14 @@ def _recorder(models: PyTree, sites: Sequence[Site], trace: Trace) -> Callable[[
     return lambda tokens: jax.lax.stop_gradient(jax.vmap(one, (0, None))(models, tokens))
 
 
-def _head_outputs(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, "*lead time heads*key"]:
+def _head_outputs(
+    queries: Array, keys: Array, values: Array, heads: int, recorded: Recorded
+) -> Float[Array, "*lead time heads*value"]:
     def split(a: Array) -> Array:
         return jnp.swapaxes(a.reshape(*a.shape[:-1], heads, -1), -2, -3)
 
-    q, k = (split(_matmul(recorded.key_inputs, w)) for w in (layer.queries, layer.keys))
-    out = linear_attention(q, k, split(_matmul(recorded.inputs, layer.values)))
+    q, k = (split(_matmul(recorded.key_inputs, w)) for w in (queries, keys))
+    out = linear_attention(q, k, split(_matmul(recorded.inputs, values)))
     assert not isinstance(out, tuple)
     out = jnp.swapaxes(out, -2, -3)
     return out.reshape(*out.shape[:-2], -1)
@@ -401,39 +401,59 @@ def _descend(
         return run(layers)
 
 
-def _gather(draw: Callable[[PRNGKeyArray], Recorded], keys: PRNGKeyArray) -> Recorded:
-    """Several batches as one, [seed, layer, sequence, time, width], in numpy."""
-    parts = [jax.tree.map(np.asarray, draw(key)) for key in keys]
-    return jax.tree.map(lambda *a: np.concatenate(a, 2), *parts)
+class _NormalEquations:
+    """Least squares in float64 and numpy: no gradient is needed, and LAPACK stays out of compiled programs."""
 
+    def __init__(self):
+        self.gram = self.cross = np.zeros(())
 
-def _least_squares(features: Any, targets: Any, ridge: float) -> np.ndarray:
-    """Normal equations in float64 and numpy: no gradient is needed, and LAPACK stays out of compiled programs."""
-    f = np.asarray(features, np.float64).reshape(-1, features.shape[-1])
-    y = np.asarray(targets, np.float64).reshape(-1, targets.shape[-1])
-    gram = f.T @ f
-    return np.linalg.solve(gram + ridge * np.trace(gram) / len(gram) * np.eye(len(gram)), f.T @ y)
+    def add(self, features: Any, targets: Any) -> None:
+        f, y = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (features, targets))
+        self.gram, self.cross = self.gram + f.T @ f, self.cross + f.T @ y
+
+    def solve(self, ridge: float) -> np.ndarray:
+        size = len(self.gram)
+        return np.linalg.solve(self.gram + ridge * np.trace(self.gram) / size * np.eye(size), self.cross)
 
 
 def _polish(
-    layers: LinearLayer, heads: int, train: Recorded, test: Recorded, ridge: float = 1e-9
+    layers: LinearLayer,
+    heads: int,
+    draw: Callable[[PRNGKeyArray], Recorded],
+    solve_keys: PRNGKeyArray,
+    test_keys: PRNGKeyArray,
+    ridge: float = 1e-9,
 ) -> tuple[LinearLayer, Float[np.ndarray, "seed layer"]]:
-    """Outputs solved for, and the residual that the closed form with free values leaves on other sequences."""
-    seeds, depth = train.inputs.shape[:2]
-    least, output = np.empty((seeds, depth)), np.empty(layers.output.shape, layers.output.dtype)
-    features = jax.jit(lambda layer, recorded: _head_outputs(layer, heads, recorded))
-    given = jax.jit(lambda layer, recorded: attend(layer, heads, recorded))
-    for at in np.ndindex(seeds, depth):
-        layer, here, there = (
-            jax.tree.map(lambda a, at=at: jnp.asarray(a[at]), x) for x in (layers, train, test)
-        )
-        output[at] = _least_squares(features(layer, here), here.outputs, ridge)
-        if layer.queries.shape[-1] // heads > here.inputs.shape[-1]:
-            wide = layer._replace(output=jnp.asarray(output[at]))
-        else:
-            wide = best_write(layer.queries, layer.keys, here, heads=heads, ridge=ridge)
-        least[at] = np.sum((given(wide, there) - there.outputs) ** 2) / np.sum(there.outputs**2)
-    return layers._replace(output=jnp.asarray(output)), least
+    """Outputs solved for, and the residual that `best_write` leaves on other sequences. Batches go by one at a time."""
+    seeds, depth, size, _ = layers.values.shape
+    # Heads wider than the model have values that are as good as free.
+    free = layers.queries.shape[-1] // heads <= size
+    eyes = jnp.tile(jnp.eye(size, dtype=layers.values.dtype), (1, heads))
+    given = jax.tree.map(np.asarray, layers)
+    features, drawn = jax.jit(_head_outputs, static_argnums=3), jax.jit(draw)
+
+    def both(keys: PRNGKeyArray):
+        """For every batch and layer: which, what its heads give with its own values and with free ones, what they
+        should."""
+        for key in keys:
+            batch = jax.tree.map(np.asarray, drawn(key))
+            for at in np.ndindex(seeds, depth):
+                layer, here = (jax.tree.map(lambda a, at=at: a[at], x) for x in (given, batch))
+                own = features(layer.queries, layer.keys, layer.values, heads, here)
+                wide = features(layer.queries, layer.keys, eyes, heads, here) if free else own
+                yield at, own, wide, here.outputs
+
+    normal = {(at, kind): _NormalEquations() for at in np.ndindex(seeds, depth) for kind in ("own", "wide")}
+    for at, own, wide, outputs in both(solve_keys):
+        normal[at, "own"].add(own, outputs)
+        normal[at, "wide"].add(wide, outputs)
+    solved = {which: equations.solve(ridge) for which, equations in normal.items()}
+    left, total = np.zeros((2, seeds, depth))
+    for at, _, wide, outputs in both(test_keys):
+        left[at] += np.sum((np.asarray(wide, np.float64) @ solved[at, "wide"] - np.asarray(outputs)) ** 2)
+        total[at] += np.sum(np.asarray(outputs, np.float64) ** 2)
+    output = np.reshape([solved[at, "own"] for at in np.ndindex(seeds, depth)], layers.output.shape)
+    return layers._replace(output=jnp.asarray(output, layers.output.dtype)), left / total
 
 
 def _measure(
