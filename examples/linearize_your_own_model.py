@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import mesascope
+from mesascope.analysis.binding import attention_maps
 from mesascope.analysis.circuits import products
 from mesascope.analysis.interventions import ablate, effects, patch
 from mesascope.analysis.linearize import Site, linearize
@@ -45,7 +46,8 @@ def trace(params, tokens, edit=None):
     x = tap("stream", tokens)
     q, k, v = (heads(x @ params[name]) for name in ("queries", "keys", "values"))
     scores = jnp.where(jnp.tril(jnp.ones((x.shape[-2],) * 2, bool)), q @ jnp.swapaxes(k, -1, -2), -jnp.inf)
-    mixed = jnp.swapaxes(tap("heads", jax.nn.softmax(scores) @ v), -2, -3)
+    maps = tap("maps", jax.nn.softmax(scores))
+    mixed = jnp.swapaxes(tap("heads", maps @ v), -2, -3)
     out = tap("attention", mixed.reshape(*x.shape[:-1], -1) @ params["output"])
     return (x + out)[..., :2], seen
 
@@ -74,16 +76,8 @@ def main(figure: str | None = None, steps: int = 1500):
 
     site = Site(input="stream", output="attention")
     linear = linearize(
-        models,
-        sample,
-        [site],
-        trace=trace,
-        heads=HEADS,
-        key_dim=KEY_DIM,
-        steps=steps,
-        batch_size=64,
-        key=key,
-    )
+        models, sample, [site], trace=trace, heads=HEADS, key_dim=KEY_DIM, steps=steps, batch_size=64, key=key,
+    )  # fmt: skip
     ratio = linear.ratio[0]
     print(f"made linear: {ratio} times the loss (95%)")
 
@@ -95,6 +89,12 @@ def main(figure: str | None = None, steps: int = 1500):
         print(
             f"{name:>20}: loss {found.difference.mean[i]:+.3f}, predictions {far:.2f} of their squares away"
         )
+
+    maps = attention_maps(
+        models, lambda key, batch: sample(key, batch).tokens, paths=["maps"], key=key,
+        activations=lambda params, tokens: trace(params, tokens)[1],
+    )  # fmt: skip
+    print(maps.verdict())
 
     weights = products(models, heads=HEADS)
     read = np.abs(np.asarray(weights.read)).reshape(2, HEADS, 3, 2, 3, 2).sum((0, 1, 3, 5))

@@ -6,8 +6,9 @@ Probes say: for the tokens that it has read, how far back it remembers, and for 
 them stand three controls: the same network before training, targets of other sequences, and the token that it has just
 read. Only what beats all three is news. Memory of the past is none: a random recurrent network has it as well.
 
-The same function is all that the other tools need: does the network learn while it reads, which tokens is its memory
-sensitive to, and does it learn from pairs [x, y, x, y, ...] that it was never trained on?
+The same function is all that the other tools need: does the network learn while it reads, does it predict what least
+squares predicts, which tokens is its memory sensitive to, and does it learn from pairs [x, y, x, y, ...] that it was
+never trained on?
 
     python examples/probe_your_own_model.py                # in the terminal
     python examples/probe_your_own_model.py horizon.png    # and as a figure (needs matplotlib)
@@ -23,10 +24,10 @@ from mesascope import optimize
 from mesascope.analysis.binding import sensitivity
 from mesascope.analysis.few_shot import control_curve, early_ascent, regression_curve
 from mesascope.analysis.probes import Probes, probe
-from mesascope.analysis.scores import in_context_score
+from mesascope.analysis.scores import distance, in_context_score
 from mesascope.analysis.targets import next_token, past_tokens, sampler
 from mesascope.tasks import Dynamics, FewShot, Standard
-from mesascope.theory.solvers import Ridge
+from mesascope.theory.solvers import Ridge, autoregressive
 
 OBS, HIDDEN, SEEDS = 2, 24, 3
 TASK = Dynamics.linear(state_dim=OBS, length=16)
@@ -62,8 +63,12 @@ def errors(weights, batch):
     return jnp.sum((predict(weights, batch.tokens) - batch.targets) ** 2, -1) / 2
 
 
+def observations(key, size):
+    return TASK.sample(key, size).observations
+
+
 def batch(key, size):
-    return Standard()(TASK.sample(key, size).observations)
+    return Standard()(observations(key, size))
 
 
 def train(key, steps):
@@ -99,6 +104,12 @@ def main(figure: str | None = None, *, steps: int = 600) -> Probes:
     print(
         f"\nin-context score {score.score}: {'learns' if score.learns else 'does not learn'} while it reads"
     )
+    near = distance(
+        trained, observations, predict=lambda weights, s: predict(weights, s[:, :-1]),
+        algorithm=lambda s: Ridge(100.0)(autoregressive(s)), control=lambda s: s[:, :-1], key=key,
+    )  # fmt: skip
+    print(f"distance of its last prediction from that of least squares: {near.model[-1]}")
+    print(f"and of saying again what it has just read: {near.control[-1]}")
     depends = sensitivity(
         trained, lambda key, size: batch(key, size).tokens, activations=activations, path="memory",
         times=[8], key=key,
