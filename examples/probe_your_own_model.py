@@ -63,6 +63,11 @@ def errors(weights, batch):
     return jnp.sum((predict(weights, batch.tokens) - batch.targets) ** 2, -1) / 2
 
 
+def chance(batch):
+    """What it costs to know nothing, and to predict zero."""
+    return jnp.sum(batch.targets**2, -1) / 2
+
+
 def observations(key, size):
     return TASK.sample(key, size).observations
 
@@ -100,7 +105,7 @@ def main(figure: str | None = None, *, steps: int = 600) -> Probes:
         print(f"  {name:7s} {'█' * round(40 * min(error, 1)):40s} {error:.3f}   untrained {fresh:.3f}{news}")
 
     key = jax.random.key(7)
-    score = in_context_score(trained, batch, losses=errors, key=key)
+    score = in_context_score(trained, batch, losses=errors, chance=chance, key=key)
     print(
         f"\nin-context score {score.score}: {'learns' if score.learns else 'does not learn'} while it reads"
     )

@@ -161,7 +161,7 @@ def errors(model, batch):
 
 @pytest.mark.slow
 def test_in_context_score_of_least_squares_on_noise():
-    """It errs more after few pairs than after many, but never less than before the first."""
+    """It errs more after few pairs than after many, but never less than who predicts nothing."""
 
     def fitted(model, batch):
         s = jnp.concatenate([batch.tokens, batch.targets[:, -1:]], 1)
@@ -170,8 +170,8 @@ def test_in_context_score_of_least_squares_on_noise():
     one = {"one": jnp.ones(1, jnp.float64)}
     found = [
         in_context_score(
-            one, partial(pairs, "white noise"), losses=fitted, early=slice(2, 5), late=slice(9, 12), sequences=64,
-            key=jax.random.key(i),
+            one, partial(pairs, "white noise"), losses=fitted, chance=chance, early=slice(2, 5), late=slice(9, 12),
+            sequences=64, key=jax.random.key(i),
         )
         for i in range(300)
     ]  # fmt: skip

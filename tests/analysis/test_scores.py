@@ -41,6 +41,10 @@ def losses(model, batch):
     return 0.5 * jnp.sum((model(BUILT.tokens(batch.tokens)) - batch.targets) ** 2, -1)
 
 
+def chance(batch):
+    return 0.5 * jnp.sum(batch.targets**2, -1)
+
+
 @partial(jax.jit, static_argnums=1)
 def untrained(first: int, count: int):
     """Random weights in the place of Proposition 2's."""
@@ -106,7 +110,7 @@ def test_distance_is_what_numpy_says():
 
 def test_built_model_learns_in_context():
     found = in_context_score(
-        stack([BUILT.model]), examples, losses=losses, sequences=128, key=jax.random.key(0)
+        stack([BUILT.model]), examples, losses=losses, chance=chance, sequences=128, key=jax.random.key(0)
     )
     assert found.learns
     assert found.early == slice(0, 1)
@@ -132,6 +136,7 @@ def test_language_models_need_only_losses():
         models,
         words,
         losses=cross_entropy,
+        chance=lambda x: jnp.full(x.shape, np.log(2)),
         early=slice(0, 5),
         late=slice(30, 40),
         sequences=512,
@@ -146,8 +151,9 @@ def test_language_models_need_only_losses():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"losses": losses, "early": slice(90, 99)}, "none of the 10 positions"),
-        ({"losses": lambda model, batch: jnp.sum(batch.tokens)}, "losses: expected shape"),
+        ({"losses": losses, "chance": chance, "early": slice(90, 99)}, "none of the 10 positions"),
+        ({"losses": lambda m, batch: jnp.sum(batch.tokens), "chance": chance}, "losses: expected shape"),
+        ({"losses": losses}, "chance: expected with `losses`"),
     ],
 )
 def test_bad_losses(changes, message):
@@ -169,7 +175,9 @@ def test_plots():
 
     arguments = dict(sequences=16, key=jax.random.key(0))
     assert (
-        in_context_score(untrained(0, 2), examples, losses=losses, **arguments).plot().get_xlabel()
+        in_context_score(untrained(0, 2), examples, losses=losses, chance=chance, **arguments)
+        .plot()
+        .get_xlabel()
         == "position"
     )
     found = distance(untrained(0, 2), observations, predict=predict, **SOLVERS, **arguments)

@@ -102,15 +102,18 @@ def in_context_score(
         losses: of a model and a batch, for every sequence and position: cross-entropy for a language model. None is
             ½‖error‖² of `model(batch.tokens)` against `batch.targets`.
         chance: of a batch, losses of predictions that know nothing of the sequence, such as those of words by their
-            frequencies. None is predicting zero, or where `losses` is given, its value at the first position.
+            frequencies; to be given with `losses`. None is predicting zero.
         early: positions as a slice; None for the first tenth.
         late: likewise; None for the last tenth.
         sequences: how many.
         key: for the sequences.
     """
-    everyone, measure = unstack(models), jax.jit(losses or _squared)
-    if chance is None and losses is None:
-        chance = _zero
+    if losses is not None and chance is None:
+        raise ValueError(
+            "chance: expected with `losses`: the losses of predictions that know nothing of the sequence. (A model's "
+            "own first loss will not do: untrained models err more there than later.)"
+        )
+    everyone, measure, known = unstack(models), jax.jit(losses or _squared), chance or _zero
     by_position, score, over_chance = Running(), Running(), Running()
     for i, size in enumerate(batches(sequences, batch_size)):
         batch = sample(jax.random.fold_in(key, i), size)
@@ -124,8 +127,7 @@ def in_context_score(
             raise ValueError(f"early, late: {early} or {late} has none of the {found.shape[-1]} positions.")
         by_position.add(found)
         score.add(parts[0].mean(-1) - parts[1].mean(-1))
-        known = found[..., 0] if chance is None else np.asarray(chance(batch), np.float64)[:, late].mean(-1)
-        over_chance.add(parts[0].mean(-1) - known)
+        over_chance.add(parts[0].mean(-1) - np.asarray(known(batch), np.float64)[:, late].mean(-1))
     assert early is not None
     assert late is not None
     return InContext(
