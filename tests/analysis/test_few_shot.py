@@ -163,3 +163,5 @@ def test_bad_input():
         gain(*curves)
     with pytest.raises(ValueError, match="at least 4 sequences"):
         early_ascent(Curve(losses=np.ones((1, 2, 5)), pair=np.arange(5), task=np.zeros(5, int)))
+    with pytest.raises(ValueError, match="2 early pairs, got 4 and 1"):
+        early_ascent(Curve(losses=np.ones((1, 4, 5)), pair=np.arange(5), task=np.arange(5)))

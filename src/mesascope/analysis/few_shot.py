@@ -195,11 +195,11 @@ def early_ascent(curve: Curve, *, within: int = 20) -> Ascent:
     Args:
         within: so many pairs are early.
     """
-    if curve.losses.shape[1] < 4 or within < 2:
-        raise ValueError(
-            f"expected at least 4 sequences and 2 pairs, got {curve.losses.shape[1]} and {within}."
-        )
     early = curve.losses[..., curve.task == 0][..., :within]
+    if early.shape[1] < 4 or early.shape[2] < 2:
+        raise ValueError(
+            f"curve: expected at least 4 sequences and 2 early pairs, got {early.shape[1]} and {early.shape[2]}."
+        )
     half = early.shape[1] // 2
     where, measured = early[:, :half].mean(1), early[:, half:]
 

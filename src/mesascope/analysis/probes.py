@@ -44,6 +44,7 @@ from mesascope.analysis.results import (
     join,
     legend_beside,
     reader,
+    seeds_of,
     shades,
     student_t,
     unknown,
@@ -362,7 +363,7 @@ def probe_checkpoints(models_by_step: Mapping[int, PyTree], sample: Sample, **ar
     """`probe` for each of several copies of the models, as `run.kept()` has them, on the same sequences."""
     if not models_by_step:
         raise ValueError("models_by_step: expected at least one step; was the run trained with keep_every?")
-    counts = {step: len(unstack(models)) for step, models in models_by_step.items()}
+    counts = {step: seeds_of(models) for step, models in models_by_step.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(f"models_by_step: expected the same seeds at every step, got {counts} by step.")
     steps = tuple(sorted(models_by_step))
