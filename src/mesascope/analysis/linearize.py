@@ -287,7 +287,8 @@ def linearize(
     one = jax.tree.map(lambda a: a[None], each)
     found, _ = _descend(one, jnp.asarray(rate, dtype)[None], draw, heads, steps, run_key)
     found = jax.tree.map(lambda a: a[0], found)
-    found, least = _polish(found, heads, draw, *(jax.random.split(k, SOLVE) for k in (solve_key, test_key)))
+    solve_keys, test_keys = (jax.random.split(k, SOLVE) for k in (solve_key, test_key))
+    found, least = _polish(found, heads, draw, solve_keys, test_keys)
 
     # Back to the units of the model.
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
