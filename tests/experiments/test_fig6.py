@@ -11,6 +11,7 @@ SPREAD = np.linspace(0.999, 1.001, 5)
 PROBES = {
     "next": np.multiply.outer(SPREAD, np.outer(np.geomspace(1, 0.01, 8), np.ones(50))),
     "preconditioned": np.multiply.outer(SPREAD, np.outer(np.linspace(1, 0.3, 8), np.ones(50))),
+    "exact": np.multiply.outer(SPREAD, np.outer(np.linspace(1, 0.3, 8), np.ones(50))),
     "next_untrained": np.ones((8, 50)),
     "preconditioned_untrained": np.ones((8, 50)),
 }
@@ -48,6 +49,7 @@ def test_claims_about_probes():
     flat = np.ones((5, 8, 50))
     flips("fig6", GOOD, {"next": flat}, "fig6a-1")
     flips("fig6", GOOD, {"preconditioned": flat}, "fig6b-1")
+    flips("fig6", GOOD, {"exact": flat}, "fig6b-1-exact")
 
 
 @pytest.mark.parametrize(("figure", "prefix"), TASKS.items())

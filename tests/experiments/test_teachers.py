@@ -16,7 +16,7 @@ DEPTH = np.linspace(1.0, 0.1, 7)
 def arrays(scale: float, share: float, probed: np.ndarray) -> dict[str, np.ndarray]:
     errors = np.tile(probed[None, :, None], (5, 1, 50))
     found = {name: np.outer(np.full(5, scale * size), CURVE) for name, size in MODELS.items()}
-    for name in ("next", "preconditioned"):
+    for name in ("next", "preconditioned", "exact"):
         found |= {name: errors, f"{name}_untrained": np.ones((7, 50))}
     return found | {
         "gd": CURVE, "proposition_2_newest": 0.3 * CURVE, "proposition_2_dropped": 0.31 * CURVE,

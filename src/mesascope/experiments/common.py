@@ -77,6 +77,7 @@ def tuned_optimizer(
     *,
     newest_pair: bool,
     features: Features | None = None,
+    lam: float = LAM,
     batch_size: int = 128,
 ) -> MesaOptimizer:
     """Proposition 2 (normalized), its coefficients tuned on the task: k layers are k - 1 steps and the last product.
@@ -87,7 +88,7 @@ def tuned_optimizer(
     """
     sample = contexts(task, newest_pair=newest_pair, features=features)
     tuned, _ = tune(
-        MesaOptimizer.neumann(steps=steps, lam=LAM),
+        MesaOptimizer.neumann(steps=steps, lam=lam),
         lambda key: sample(key, batch_size),
         steps=lab_steps,
         rate=3e-2,
@@ -111,20 +112,31 @@ def proposition_2(
 def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, inputs: Target | None = None) -> Arrays:
     """Probes of the next token and of preconditioned inputs, by layer and time.
 
+    Inputs are preconditioned by six tuned steps of Proposition 2, as released; and by the exact inverse.
+
     Returns:
-        "next", "preconditioned": errors on sequences that the probes were not fitted to, by seed, layer and time,
-        relative to predicting zero; the same with "_untrained", and in-sample with "_in_sample".
+        "next", "preconditioned", "exact": errors on sequences that the probes were not fitted to, by seed, layer and
+        time, relative to predicting zero; the same with "_untrained", and in-sample with "_in_sample".
     """
     task, depth = trained.config.task, len(trained.config.model.blocks)
-    wanted = preconditioned(lam, inputs=inputs)
+    six_steps = tuned_optimizer(
+        lab.scale.tune_steps,
+        task,
+        6,
+        newest_pair=True,
+        features=inputs,
+        lam=lam,  # pyright: ignore[reportArgumentType]
+    )
+    wanted: dict[str, Target] = {
+        "next": next_token,
+        "preconditioned": preconditioned(six_steps, inputs=inputs),
+        "exact": preconditioned(lam, inputs=inputs),
+    }
     arrays: Arrays = {}
-    for name, target, keep in (
-        ("next", next_token, None),
-        ("preconditioned", wanted, without_outliers(wanted)),
-    ):
-        found = probe_stream(
-            lab, trained, sampler(task, trained.config.tokens, {name: target}, keep=keep), depth
-        )
+    for name, target in wanted.items():
+        keep = None if name == "next" else without_outliers(target)
+        sample = sampler(task, trained.config.tokens, {name: target}, keep=keep)
+        found = probe_stream(lab, trained, sample, depth)
         arrays[name] = Named.of(found.relative.values[:, 0], "seed", "layer", "time")
         arrays[f"{name}_in_sample"] = Named.of(found.relative_in_sample[:, 0], "seed", "layer", "time")
         untrained = found.relative_controls["untrained"].values[:, 0]
@@ -157,14 +169,19 @@ def rank_correlation(errors: Float[np.ndarray, "seed layer"]) -> Float[np.ndarra
     return ranks @ depth / np.sqrt((ranks**2).sum(-1) * (depth**2).sum())
 
 
+def over_layer_0(errors: Float[np.ndarray, "seed layer time"]) -> Float[np.ndarray, "seed layer"]:
+    """Errors over those of layer 0, mean over t ≥ 10."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.nanmean((errors / errors[:, :1])[..., 9:], -1)
+
+
 def depth_claims(
     result: Result, figure: str, source: str, ids: Sequence[str], panels: Sequence[str] = ("E", "F")
 ) -> list[Claim]:
-    """Both probes improve with depth; `ids` and `panels` for the next token and for preconditioned inputs."""
-    following, conditioned = result["next"], result["preconditioned"]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.nanmean((conditioned / conditioned[:, :1])[..., 9:], -1)
-    return [
+    """Probes improve with depth; `ids` and `panels` for the next token and for preconditioned inputs. The third is for
+    inputs preconditioned exactly."""
+    following = result["next"]
+    found = [
         Claim(
             id=ids[0], figure=figure, panel=panels[0], source=source,
             claim="the next token can be read better from deeper layers and with more context",
@@ -175,17 +192,25 @@ def depth_claims(
                       values=rank_correlation(following[..., -1]), at_most=-0.8),
             ),
         ),
-        Claim(
-            id=ids[1], figure=figure, panel=panels[1], source=source,
-            claim="preconditioned inputs appear with depth",
-            checks=(
-                Check(what="error of the best layer over that of layer 0, mean over t ≥ 10",
-                      values=ratio[:, 1:].min(-1), at_most=0.5),
-                Check(what="rank correlation of error and depth, t ≥ 10",
-                      values=rank_correlation(ratio), at_most=-0.5),
-            ),
-        ),
     ]  # fmt: skip
+    for name, suffix, by in (
+        ("preconditioned", "", "six tuned steps of Proposition 2, as released"),
+        ("exact", "-exact", "the exact inverse"),
+    ):
+        ratio = over_layer_0(result[name])
+        found.append(
+            Claim(
+                id=ids[1] + suffix, figure=figure, panel=panels[1], source=source,
+                claim=f"inputs preconditioned by {by} appear with depth",
+                checks=(
+                    Check(what="error of the best layer over that of layer 0, mean over t ≥ 10",
+                          values=ratio[:, 1:].min(-1), at_most=0.5),
+                    Check(what="rank correlation of error and depth, t ≥ 10",
+                          values=rank_correlation(ratio), at_most=-0.5),
+                ),
+            )
+        )  # fmt: skip
+    return found
 
 
 def depth_panels(result: Result, kind: str, letters: Sequence[str] = ("E", "F")) -> list[Curves]:
@@ -207,7 +232,12 @@ def depth_panels(result: Result, kind: str, letters: Sequence[str] = ("E", "F"))
             Line(label="untrained, last layer", x=time, y=result[f"{name}_untrained"][-1:], kind="control",
                  dashed=True, origin=result.origin[name])
         )  # fmt: skip
-        # At the first position nothing can be known.
+        if name == "preconditioned":
+            exact = result["exact"][:, -1]
+            lines.append(
+                Line(label="exactly preconditioned, last layer", x=time, y=exact, kind="theory", dashed=True,
+                     origin=result.origin["exact"])
+            )  # fmt: skip
         panels.append(
             Curves(letter=letter, title=title, xlabel="context length t", ylabel="relative error",
                    lines=tuple(lines))

@@ -15,7 +15,6 @@ from mesascope.experiments.common import EVALUATION, TUNING
 from mesascope.experiments.lab import Lab, Scale, Trained
 from mesascope.experiments.panels import Curves, Line, Maps, Panel
 from mesascope.experiments.results import Arrays, Named, Result
-from mesascope.models import Transformer
 from mesascope.tasks.dynamics import Dynamics
 from mesascope.theory.solvers import KernelRegression, Ridge, autoregressive, line_search, loss
 
@@ -44,10 +43,9 @@ def _linearize(lab: Lab, trained: Trained):
     block = trained.config.model.blocks[0]
     sequences = lab.scale.sequences
     return linearize(
-        Transformer.trace,
         trained.models,
-        layer_sites(trained.models),
         trained.sample,
+        layer_sites(trained.models),
         heads=block.heads,
         key_dim=block.key_dim,
         steps=max(10, lab.scale.distill_steps),

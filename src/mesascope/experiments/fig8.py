@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -24,7 +26,6 @@ from mesascope.experiments.common import EVALUATION, LAM, TUNING, final
 from mesascope.experiments.lab import Lab, NotReleasedError, Trained
 from mesascope.experiments.panels import Curves, Line, Panel
 from mesascope.experiments.results import Arrays, Named, Result
-from mesascope.models import Transformer
 from mesascope.tasks.few_shot import FewShot
 from mesascope.theory.solvers import NewtonSchulz, Ridge
 
@@ -54,12 +55,13 @@ def prompted(name: str, figure: str) -> Callable[[Lab], Arrays]:
     def piece(lab: Lab) -> Arrays:
         trained = lab.trained(name)
         eos, prefix = _released(figure) if lab.scale.from_released else _tuned(lab, trained)
-        vectors = {"base": Vectors(), "eos": Vectors(eos=eos), "prefix": Vectors(eos=eos, prefix=prefix)}
+        end, begin = jnp.asarray(eos), jnp.asarray(prefix)
+        vectors = {"base": Vectors(), "eos": Vectors(eos=end), "prefix": Vectors(eos=end, prefix=begin)}
         arrays = {
             "eos_vector": Named.of(eos, "seed", "entry"),
             "prefix_vectors": Named.of(prefix, "seed", "number", "entry"),
         }
-        run = partial(regression_curve, Transformer.__call__, trained.models, **_sizes(lab))
+        run = partial(regression_curve, trained.models, **_sizes(lab))
         for prompt, task in tasks().items():
             curve = run(task, vectors=vectors[prompt])
             arrays[prompt] = Named.of(_by_pair(curve), "seed", "pair")
@@ -95,14 +97,12 @@ def _sizes(lab: Lab) -> dict:
 def _tuned(lab: Lab, trained: Trained) -> tuple[np.ndarray, np.ndarray]:
     """EOS first, then the prefix before it, both on single tasks."""
     steps, key = lab.scale.prompt_steps, jax.random.key(TUNING)
-    few = dict(batch_size=4) if lab.scale.name == "smoke" else {}
+    few: dict[str, Any] = dict(batch_size=4) if lab.scale.name == "smoke" else {}
     one = tasks()
-    eos = tune_eos(Transformer.__call__, trained.models, one["eos"], steps=steps, key=key, **few).vectors.eos
+    eos = tune_eos(trained.models, one["eos"], steps=steps, key=key, **few).vectors.eos
     assert eos is not None
     lab.check_time()
-    found = tune_prefix(
-        Transformer.__call__, trained.models, one["prefix"], eos=eos, steps=steps, key=key, **few
-    )
+    found = tune_prefix(trained.models, one["prefix"], eos=eos, steps=steps, key=key, **few)
     return np.asarray(eos), np.asarray(found.vectors.prefix)
 
 

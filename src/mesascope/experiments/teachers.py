@@ -21,6 +21,7 @@ from mesascope.experiments.common import (
     depth_probes,
     final,
     model_losses,
+    over_layer_0,
     proposition_2,
     relative_gap,
     worst_gap,
@@ -138,7 +139,7 @@ def contracting_claims(result: Result) -> list[Claim]:
         return Check(what="|mean loss of linear-6 over that of six steps - 1|",
                      values=relative_gap(linear_6, result[control]), at_most=0.1)  # fmt: skip
 
-    _, preconditioning = depth_claims(
+    _, *preconditioning = depth_claims(
         result, "si-contracting", "SI, contracting dynamics", ("", "si-contracting-3"), ("", "B")
     )
     return [
@@ -162,7 +163,7 @@ def contracting_claims(result: Result) -> list[Claim]:
                 for a, b, x, y in zip(NAMES, NAMES[1:], order, order[1:], strict=False)
             ),
         ),
-        preconditioning,
+        *preconditioning,
         claim(id="si-contracting-4", panel="D", claim="one layer has the structure of Proposition 1",
               checks=_structure(result, at_least=0.9)),
     ]  # fmt: skip
@@ -178,9 +179,7 @@ def _structure(result: Result, **bound: float) -> tuple[Check, ...]:
 def fixed_claims(result: Result) -> list[Claim]:
     """Where there is nothing to learn in context, nothing is."""
     claim = partial(Claim, figure="si-fixed-teacher", source="SI, fixed teacher")
-    conditioned = result["preconditioned"]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.nanmean((conditioned / conditioned[:, :1])[..., 9:], -1)
+    ratio = over_layer_0(result["preconditioned"])
     best = np.min([final(result[name]) for name in NAMES[1:]], 0)
     return [
         claim(
