@@ -321,14 +321,17 @@ def test_few_shot(seeds):
 @everywhere
 def test_few_shot_of_models(model, data):
     """Models that learn nothing from pairs do not err more after some; noise in labels does not change it."""
-    keys, size = 300, 64
+    keys, times, size = 10, 30, 64
     task = FewShot(dim=N, length=24, noise=1.0 if data == "white noise" else 0.0)
-    some = jax.tree.map(lambda a: a.astype(jnp.float32), models(model, SEEDS, jax.random.key(3)))
+    some = jax.tree.map(lambda a: a.astype(jnp.float32), models(model, keys * SEEDS, jax.random.key(11)))
     whole = regression_curve(
-        some, task, predict=predict, sequences=keys * size, batch_size=1600, key=jax.random.key(5)
+        some, task, predict=predict, sequences=times * size, batch_size=960, key=jax.random.key(5)
     )
-    parts = [slice(size * i, size * (i + 1)) for i in range(keys)]
-    found = [early_ascent(dataclasses.replace(whole, losses=whole.losses[:, part])).present for part in parts]
+    parts = whole.losses.reshape(keys, SEEDS, times, size, -1)
+    found = [
+        early_ascent(dataclasses.replace(whole, losses=parts[i, :, j])).present
+        for i, j in np.ndindex(keys, times)
+    ]
     assert np.mean(found) <= 0.01
 
 
