@@ -67,7 +67,7 @@ def test_other_tasks(figure, prefix):
 def test_panels():
     panels = experiment("fig6").panels(planted("fig6", GOOD))
     assert [panel.letter for panel in panels] == ["A", "B", "C"]
-    assert [len(panel.lines) for panel in panels] == [9, 9, 9]
+    assert [len(panel.lines) for panel in panels] == [9, 10, 9]
     for figure in TASKS:
         *_, c = experiment(figure).panels(planted(figure, PROBES | curves((7,))))
         assert [line.kind for line in c.lines] == ["softmax", "theory", "control"]
