@@ -268,3 +268,29 @@ def test_softmax_decoding_needs_a_length():
         built(small(Softmax())).init_state(2)
     sizes = [x.size for x in jax.tree.leaves(built(small(Mesa())).init_state(2))]
     assert sum(sizes) == 1 + 2 * 2 * 2 * (9 + 9)
+
+
+def test_gradients_are_the_slopes_of_the_numpy_model():
+    mlp = FeedForward(hidden=5)
+    config = small(Softmax(), mlp=mlp, layer_norm=True, positions=Positions(at="key_inputs", dim=2))
+    model, tokens = built(config), tokens_like(config, 2, time=5)
+    target = np.asarray(tokens_like(config, 2, time=5, seed=2), np.float64)
+
+    def loss(model):
+        return sum(np.sum(t * in_numpy(model, x)) for t, x in zip(target, tokens, strict=True))
+
+    weigh = jax.jit(jax.grad(lambda m: jnp.sum(jnp.asarray(target, jnp.float32) * m(tokens))))
+    slopes, structure = jax.tree.flatten(weigh(model))
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(model)]
+    rng = np.random.default_rng(0)
+    for i, slope in enumerate(slopes):
+        # Partly along the gradient, lest everything cancel.
+        along, other = np.asarray(slope, np.float64), rng.standard_normal(slope.shape)
+        direction = along / np.linalg.norm(along) + other / np.linalg.norm(other)
+
+        def moved(by, i=i, direction=direction):
+            changed = [leaf + by * direction if j == i else leaf for j, leaf in enumerate(leaves)]
+            return loss(jax.tree.unflatten(structure, changed))
+
+        measured = (moved(1e-5) - moved(-1e-5)) / 2e-5
+        assert_close(np.float32(np.sum(along * direction)), np.float32(measured), name=f"leaf {i}")

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
+from mesascope.ops.gradients import with_closed_form
 from mesascope.ops.softmax import causal_softmax
 
 
@@ -401,7 +402,7 @@ class Transformer(eqx.Module):
 
     def _project(self, x: Array, matrix: Array) -> Array:
         precision = jax.lax.Precision.DEFAULT if self.config.tf32 else jax.lax.Precision.HIGHEST
-        return jnp.matmul(x, matrix, precision=precision)
+        return _matmul(x, matrix, precision)
 
     def _mlp(self, layer: Layer, mlp: FeedForward, x: Array) -> Array:
         assert layer.mlp_in is not None
@@ -473,6 +474,31 @@ class Transformer(eqx.Module):
         heads = tap(f"{path}.mixer.heads", heads)
         after = None if memory is None else LayerState(memory, last_key)
         return self._project(_join_heads(heads), layer.output), after
+
+
+def _product(x: Array, matrix: Array, precision: jax.lax.Precision) -> Array:
+    return jnp.matmul(x, matrix, precision=precision)
+
+
+def _product_forward(
+    x: Array, matrix: Array, precision: jax.lax.Precision
+) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, matrix, precision), (x, matrix)
+
+
+def _product_backward(
+    precision: jax.lax.Precision, saved: tuple[Array, Array], bar: Array
+) -> tuple[Array, Array]:
+    x, matrix = saved
+    rows, columns = x.reshape(-1, x.shape[-1]), bar.reshape(-1, bar.shape[-1])
+    return (
+        jnp.einsum("...o,io->...i", bar, matrix, precision=precision).astype(x.dtype),
+        jnp.einsum("ri,ro->io", rows, columns, precision=precision).astype(matrix.dtype),
+    )
+
+
+# What JAX derives is the gradient's transpose, and XLA's CPU backend then copies the whole batch transposed.
+_matmul = with_closed_form(_product, _product_forward, _product_backward, static=(2,))
 
 
 def _softmax(
