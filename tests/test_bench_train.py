@@ -21,8 +21,7 @@ def test_steps_and_shares():
     # Counted by hand: 2 sequences of 4 tokens; queries, keys, values 8 → 2 each and output 2 → 8, each with its
     # gradients (those for the tokens themselves are not needed); the attention map and its use 4 × 4 × 2, with theirs.
     projections = 2 * 4 * (3 * 8 * 2) * 2 + 2 * 4 * (2 * 8) * 3
-    # And once the state after the last token, which nobody reads.
-    attention = 2 * 2 * (4 * 4 * 2) * 3 + 2 * (4 * 2 * 2)
+    attention = 2 * 2 * (4 * 4 * 2) * 3
     assert flops_per_step(one) == 2 * (projections + attention)
     assert flops_per_step(two) == 2 * flops_per_step(one)
 
