@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mesascope.experiments import experiment
+from mesascope.experiments.panels import Curves
 from tests.experiments.planted import flips, planted
 
 TIME = np.arange(1, 51)
@@ -58,6 +59,7 @@ def test_late_losses_count():
 
 def test_panels_show_the_control_with_and_without_the_newest_pair():
     for panel in experiment("fig7").panels(planted("fig7", GOOD)):
+        assert isinstance(panel, Curves)
         labels = [line.label for line in panel.lines]
         assert sum("newest pair dropped" in label for label in labels) == 1
         assert all(len(line.x) == 50 for line in panel.lines)

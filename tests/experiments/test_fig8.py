@@ -7,6 +7,7 @@ import pytest
 
 from mesascope.analysis.few_shot import _curve
 from mesascope.experiments import experiment, fig8
+from mesascope.experiments.panels import Curves
 from mesascope.tasks.few_shot import FewShot
 from tests.experiments.planted import flips, planted
 
@@ -43,6 +44,8 @@ def test_claims(figure):
 
 def test_panels():
     one, two = experiment("fig8").panels(planted("fig8", GOOD))
+    assert isinstance(one, Curves)
+    assert isinstance(two, Curves)
     assert [len(line.x) for line in one.lines] == [fig8.SHOWN] * 6
     assert [len(line.x) for line in two.lines] == [sum(fig8.BOTH)] * 6
 

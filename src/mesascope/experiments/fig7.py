@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
-from mesascope.analysis.targets import stacked, teacher_features
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import (
@@ -22,15 +21,25 @@ from mesascope.experiments.common import (
 from mesascope.experiments.lab import Lab
 from mesascope.experiments.panels import Curves, Panel
 from mesascope.experiments.results import Arrays, Result
+from mesascope.tasks.dynamics import Trajectories
+from mesascope.tasks.tokens import Stacked
 from mesascope.theory.solvers import Ridge
 
 SOURCE = "Fig. 7"
 STEPS = 6
 """Coefficients of Proposition 2: seven layers are six of each kind and the last product."""
-STACK = stacked(16)
-FEATURES = teacher_features()
 FULL = ("softmax-3", "softmax-7", "softmax-12", "hybrid-mesa")
 OTHERS = ("softmax-7", "hybrid-mesa")
+
+
+def sixteen(drawn: Trajectories) -> Float[Array, "batch time key"]:
+    """16 observations at a time, the number the released code uses."""
+    return Stacked(k=16)(drawn.observations).tokens
+
+
+def true_features(drawn: Trajectories) -> Float[Array, "batch time key"]:
+    """What the generator itself computes of the state."""
+    return drawn.features[:, :-1]
 
 
 def full(lab: Lab) -> Arrays:
@@ -61,8 +70,8 @@ def partial_raw(lab: Lab) -> Arrays:
 
 
 def partial_stacked(lab: Lab) -> Arrays:
-    """Proposition 2 on 16 observations at a time, the number the released code uses."""
-    found = proposition_2(lab, lab.config("partial-softmax-7").task, STEPS, features=STACK)
+    """Proposition 2 on 16 observations at a time."""
+    found = proposition_2(lab, lab.config("partial-softmax-7").task, STEPS, features=sixteen)
     return {f"partial_stacked_{name}": losses for name, losses in found.items()}
 
 
@@ -75,7 +84,7 @@ def nonlinear_control(lab: Lab) -> Arrays:
     """Proposition 2 on observations and on the generator's own features of them."""
     task = lab.config("nonlinear-softmax-7").task
     arrays = {}
-    for name, features in (("raw", None), ("features", FEATURES)):
+    for name, features in (("raw", None), ("features", true_features)):
         found = proposition_2(lab, task, STEPS, features=features)
         arrays |= {f"nonlinear_{name}_{newest}": losses for newest, losses in found.items()}
     return arrays
