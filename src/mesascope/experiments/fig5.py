@@ -1,6 +1,6 @@
 """Softmax layers that act linearly, and why: figure 5, its sweep over noise, and the weights of a distilled layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import jax
@@ -86,12 +86,12 @@ def _both(scale: Scale, dim: int, noise: float) -> dict[str, float]:
     batches = [draw(key, size).observations for key in keys]
     found = {"zero": float(np.mean([0.5 * np.mean(np.asarray(batch)[:, 1:] ** 2) for batch in batches]))}
     for name, build, bounds, newest in (
-        ("ridge", Ridge, (1.0, 1e6), True),
-        ("ridge_dropped", Ridge, (1.0, 1e6), False),
-        ("kernel", KernelRegression, (0.1, 1e2), True),
+        ("ridge", Ridge, (0.01, 1e6), True),
+        ("ridge_dropped", Ridge, (0.01, 1e6), False),
+        ("kernel", KernelRegression, (0.01, 1e2), True),
     ):
         context = partial(autoregressive, newest_pair=newest)
-        number, _ = line_search(build, context(tuning), *bounds, points=7, rounds=3)
+        number, _ = line_search(build, context(tuning), *bounds, points=7, rounds=4)
         found[name] = float(np.mean([loss(build(number), context(batch)) for batch in batches])) / dim
         found[f"{name}_tuned"] = number
     return found
@@ -294,13 +294,15 @@ def distilled_panels(result: Result) -> list[Panel]:
     """Both products of both layers, side by side, of the first model; each scaled to its largest entry."""
 
     def one(letter: str, product: str) -> Maps:
+        title = "keys by queries" if product == "read" else "written by values"
         maps, layers = {}, result[f"softmax_{product}"].shape[1]
         for layer in range(layers):
             soft, linear = (result[f"{name}_{product}"][0, layer] for name in ("softmax", "linear"))
             sign = np.sign(np.sum(soft * linear)) or 1.0
-            maps[f"softmax layer {layer + 1}"] = soft / max(np.abs(soft).max(), 1e-300)
-            maps[f"made linear, layer {layer + 1}"] = sign * linear / max(np.abs(linear).max(), 1e-300)
-        title = "keys by queries" if product == "read" else "written by values"
+            maps[f"{title}: softmax layer {layer + 1}"] = soft / max(np.abs(soft).max(), 1e-300)
+            maps[f"{title}: made linear, layer {layer + 1}"] = (
+                sign * linear / max(np.abs(linear).max(), 1e-300)
+            )
         return Maps(letter=letter, title=f"weight products: {title}", maps=maps, diverging=True,
                     xlabel="token entry", ylabel="token entry", origin=result.origin[f"softmax_{product}"])  # fmt: skip
 
@@ -325,10 +327,6 @@ def distilled_claims(result: Result) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _names(values: Sequence[float]) -> dict[str, Callable[[Lab], Arrays]]:
-    return {f"noise_{value:g}": _noise_level(value) for value in values}
-
-
 EXPERIMENTS = {
     "fig5": Experiment(
         id="fig5",
@@ -350,7 +348,7 @@ EXPERIMENTS = {
             "Least squares keeps its loss per dimension, and softmax-kernel regression loses with dimension, at other "
             "levels of noise in the state as well."
         ),
-        pieces=_names(NOISES),
+        pieces={f"noise_{noise:g}": _noise_level(noise) for noise in NOISES},
         panels=noise_panels,
         claims=noise_claims,
     ),
