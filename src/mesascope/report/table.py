@@ -181,4 +181,6 @@ def _distance(claim: Claim) -> str:
         return ""
     digits = 1 if abs(distance) < 0.1 else 0
     text = f"{distance:+.{digits}%}".replace("-", "−").replace("%", " %")
+    if abs(distance) >= 2:
+        text = f"× {number(1 + distance)}"
     return f'<span class="distance" title="ours relative to the authors’ value">{text}</span>'
