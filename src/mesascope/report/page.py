@@ -32,6 +32,12 @@ _SCALES = {
     "paper": "Preset <b>paper</b>: every model was trained at the paper’s scale, with five training seeds.",
 }
 
+_MODELS = """<section class="models" id="models" aria-labelledby="models-title">
+<h2 id="models-title">Models</h2>
+<p class="note">Configurations of the models behind the figures, and digests of their weights.</p>
+{}
+</section>"""
+
 
 def write_page(
     outcomes: Sequence[Outcome], path: Path, *, scale: Scale, differences: Sequence[str] | None = None
@@ -67,7 +73,7 @@ def write_page(
         "contents": "".join(_contents(outcome) for outcome in outcomes),
         "missing": _missing(outcomes),
         "sections": "".join(section(outcome, path.parent, scale, models) for outcome in outcomes),
-        "models": "".join(models.values()),
+        "models": _MODELS.format("".join(models.values())) if models else "",
         "data": to_json({o.experiment.id: [panel_data(p) for p in o.panels] for o in outcomes}),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: fills[found[1]], _resource("page.html"))

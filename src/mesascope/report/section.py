@@ -100,7 +100,7 @@ def _panel(figure: str, i: int, panel: Panel, claims: Sequence[Mapping[str, Any]
 
 
 def _drawing(panel: Drawing) -> str:
-    """As an image: its styles and names cannot meet those of the page."""
+    """As an image: its styles and names cannot meet those of the page. It brings its own background."""
     content = base64.b64encode(panel.svg.encode()).decode()
     return f'<img class="sheet" alt="{escape(panel.title)}" src="data:image/svg+xml;base64,{content}">'
 

@@ -21,6 +21,7 @@ def number(value: float | None, *, decimals: int | None = None) -> str:
         return "–"
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
+        mantissa = mantissa.rstrip("0").rstrip(".")
         return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace("-", "−")
     if decimals is None:
         decimals = 3 - math.floor(math.log10(abs(value))) if value else 0
