@@ -117,6 +117,7 @@ class Reproduce:
     """Also write arrays, figures and claims into this directory (`results`)."""
 
     def run(self) -> None:
+        import jax
         from rich.console import Console
 
         from mesascope.experiments.lab import SCALES
@@ -126,6 +127,8 @@ class Reproduce:
 
         console = Console()
         keep_compiled(self.runs)
+        # Smoke is to see that it runs: compiling takes most of its time.
+        jax.config.update("jax_disable_most_optimizations", self.preset == "smoke")
         try:
             outcomes = reproduce(
                 self.figures,
