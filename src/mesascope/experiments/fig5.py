@@ -124,7 +124,7 @@ def panels(result: Result) -> list[Panel]:
         Line(
             label=f"layer {i + 1}", x=np.array(DIMENSIONS, float), markers=True,
             y=np.stack([ratio[:seeds, i] for ratio in ratios], 1),
-            kind="other" if i == 0 else "softmax", shade=i / max(1, layers - 1),
+            kind="other" if i == 0 else "softmax", shade=i / max(1, layers - 1) if i else 1.0,
             origin="stored" if stored else "recomputed",
         )
         for i in range(layers)

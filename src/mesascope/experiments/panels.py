@@ -149,6 +149,7 @@ def _curves(panel: Curves, ax: "Axes") -> None:
         ax.set_ylim(bottom=min(0, ax.get_ylim()[0]))
     if panel.x_ticks is not None:
         ax.set_xticks(list(panel.x_ticks), list(panel.x_ticks.values()))
+        ax.set_xticks([], minor=True)
     ax.legend(fontsize="x-small")
 
 
