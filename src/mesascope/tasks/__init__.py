@@ -12,10 +12,12 @@ from mesascope.tasks.dynamics import (
     Uniform,
 )
 from mesascope.tasks.few_shot import FewShot, Layout, Prompt, Regression
-from mesascope.tasks.tokens import Constructed, Examples, Stacked, Standard, Tokens
+from mesascope.tasks.recall import AssociativeRecall
+from mesascope.tasks.tokens import Constructed, Examples, Passages, Stacked, Standard, Tokens
 
 __all__ = [
     "MLP",
+    "AssociativeRecall",
     "Constructed",
     "Contracting",
     "Dynamics",
@@ -25,6 +27,7 @@ __all__ = [
     "Layout",
     "Normal",
     "Orthogonal",
+    "Passages",
     "Prompt",
     "Readout",
     "Regression",

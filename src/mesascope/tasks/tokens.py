@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 
 class Examples(NamedTuple):
@@ -20,6 +21,21 @@ class Examples(NamedTuple):
     tokens: Float[Array, "batch time token"]
     targets: Float[Array, "batch time obs"]
     predicts: Bool[Array, " time"]
+
+
+class Passages(NamedTuple):
+    """The same where tokens are numbers of a vocabulary. Arrays are of numpy where they come from files.
+
+    Attributes:
+        predicts: positions whose prediction counts.
+        segments: which document each token is of, counted from 0 in every sequence: what does not reach across
+            documents is reset where this changes.
+    """
+
+    tokens: Int[Array | np.ndarray, "batch time"]
+    targets: Int[Array | np.ndarray, "batch time"]
+    predicts: Bool[Array | np.ndarray, "batch time"]
+    segments: Int[Array | np.ndarray, "batch time"]
 
 
 @dataclass(frozen=True)
