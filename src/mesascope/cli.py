@@ -266,6 +266,64 @@ class Show:
         show_run(find(self.run_or_name, runs=self.runs))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Tokenize a corpus, once. The same command goes on after an interruption, and repairs what is damaged."""
+
+    data: tyro.conf.Positional[tuple[Path, ...]]
+    """Files (*.jsonl.zst as of the Pile, *.jsonl, *.txt) or folders of them. Those called val…, validation…, dev… are
+    for validation, test… for tests, the others for training."""
+    bpe: int | Path = 16384
+    """A folder with GPT-2's encoder.json and vocab.bpe; or how many tokens a vocabulary trained on DATA is to have."""
+    out: Path = Path("corpora")
+    """Directory of prepared corpora."""
+    shard_tokens: int = 2**24
+    """Tokens per file."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from mesascope.show import show_corpus
+        from mesascope.tasks.text import prepare
+
+        console = Console()
+        corpus = prepare(
+            self.data, bpe=self.bpe, out=self.out, shard_tokens=self.shard_tokens, console=console
+        )
+        show_corpus(corpus, console)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowCorpus:
+    """What is in a prepared corpus. Exit status 1: some of it is damaged."""
+
+    corpus: tyro.conf.Positional[Path]
+    """Its directory."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from mesascope.show import show_corpus
+        from mesascope.tasks.text import Corpus
+
+        corpus = Corpus(self.corpus)
+        show_corpus(corpus)
+        corpus.verify(Console())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """Language models on text."""
+
+    what: (
+        Annotated[Prepare, tyro.conf.subcommand("prepare")]
+        | Annotated[ShowCorpus, tyro.conf.subcommand("show")]
+    )
+
+    def run(self) -> None:
+        self.what.run()
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[List, tyro.conf.subcommand("list")]
@@ -273,6 +331,7 @@ Command = (
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Plot, tyro.conf.subcommand("plot")]
+    | Annotated[LanguageModel, tyro.conf.subcommand("lm")]
 )
 
 

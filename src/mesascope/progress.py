@@ -2,12 +2,19 @@
 
 import time
 from pathlib import Path
-from typing import Protocol, final
+from typing import Protocol, Self, final
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as RichProgress
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -135,3 +142,46 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+@final
+class Amount:
+    """How much of something is done, such as bytes of files, for as long as that takes."""
+
+    def __init__(self, console: Console | None, what: str, total: int):
+        self.console, self.what, self.total = console or Console(quiet=True), what, max(total, 1)
+        self.done, self.last_line = 0, time.monotonic()
+        self.first: tuple[int, float] | None = None
+        self.bar: RichProgress | None = None
+        if self.console.is_terminal:
+            self.bar = RichProgress(
+                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TransferSpeedColumn(),
+                TimeRemainingColumn(), console=self.console, transient=True,
+            )  # fmt: skip
+            self.task = self.bar.add_task(escape(what), total=self.total)
+
+    def __enter__(self) -> Self:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance(self, more: int) -> None:
+        """So much more."""
+        self.reached(self.done + more)
+
+    def reached(self, done: int) -> None:
+        """So much in all. What an earlier process had done comes with the first call."""
+        self.done = max(done, self.done)
+        if self.first is None:
+            self.first = self.done, time.monotonic()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.done)
+        elif time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+            self.last_line = time.monotonic()
+            speed = (self.done - self.first[0]) / max(self.last_line - self.first[1], 1e-9)
+            left = f", {duration((self.total - self.done) / speed)} left" if speed else ""
+            _print(self.console, f"{self.what}: {self.done / self.total:.0%}{left}")

@@ -1,8 +1,8 @@
-"""Presets and runs as tables."""
+"""Presets, runs and corpora as tables."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ from mesascope.progress import spread
 from mesascope.runs import Run, source_hash
 from mesascope.store import StoreError
 from mesascope.training import Config
+
+if TYPE_CHECKING:
+    from mesascope.tasks.text import Corpus
 
 
 def parameters(config: Config) -> int:
@@ -114,6 +117,41 @@ def show_run(run: Run, console: Console | None = None) -> None:
             console.print(f"the authors' released model: {reference:.3f}", highlight=False)
     else:
         console.print(f"not finished: step {run.step:,} of {config.train.steps:,}", highlight=False)
+
+
+def show_corpus(corpus: "Corpus", console: Console | None = None) -> None:
+    """What is in it, part by part, and what could not be read."""
+    console = console or Console()
+    index = corpus.index
+    for split, content in index["splits"].items():
+        table = Table("part", title=escape(f"{corpus.path.name}: {split}"))
+        for name in ("documents", "tokens", "bytes of text", "bytes per token"):
+            table.add_column(name, justify="right")
+        for name, about in content["parts"].items():
+            table.add_row(escape(name), *_counts(about))
+        table.add_section()
+        table.add_row("all", *_counts(content))
+        console.print(table)
+    size = sum(shard["bytes"] for content in index["splits"].values() for shard in content["shards"])
+    vocabulary = f"{index['tokenizer']['size']:,} tokens, one of them at the beginning of every document"
+    console.print(f"{corpus.path}: {size:,} bytes", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"vocabulary: {vocabulary}", highlight=False)
+    for split, content in index["splits"].items():
+        for problem, about in content["problems"].items():
+            where = ", ".join(about["where"][:5]) + (", …" if about["count"] > 5 else "")
+            console.print(
+                f"{split}: {escape(problem)}: {about['count']:,} ({escape(where)})",
+                style="yellow", highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    if index["ignored"]:
+        ignored = ", ".join(index["ignored"][:5]) + (", …" if len(index["ignored"]) > 5 else "")
+        text = f"not text, left out: {len(index['ignored']):,} files ({escape(ignored)})"
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
+
+
+def _counts(about: dict[str, Any]) -> list[str]:
+    documents, tokens, text = (about[name] for name in ("documents", "tokens", "text_bytes"))
+    return [f"{documents:,}", f"{tokens:,}", f"{text:,}", f"{text / tokens:.2f}" if tokens else ""]
 
 
 def _differences(before: Any, after: Any, path: str = "") -> dict[str, Any]:

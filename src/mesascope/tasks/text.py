@@ -1,0 +1,589 @@
+"""Text as token numbers: prepared once, then read in any order.
+
+`prepare` turns files of documents (see `documents`) into a folder named by what went into it:
+
+    corpora/minipile-1f0c9a2b3d/
+      encoder.json, vocab.bpe        the tokenizer, in GPT-2's format
+      train-00000.safetensors        a shard: `tokens`, and of the documents that begin in it `starts` and `parts`
+      validation-00000.safetensors
+      index.json                     what it was made from, counts, problems, checksums; written last
+
+Every document begins with the token `eos`, so that there is one between any two, and the first word of a document is
+predicted from it. Shards have `shard_tokens` tokens, the last of a split fewer; documents go on from one to the next.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from rich.console import Console
+
+from mesascope import store
+from mesascope.progress import Amount
+from mesascope.store import StoreError
+from mesascope.tasks.bpe import BPE, FILES, check_size, checksums
+from mesascope.tasks.documents import Document, Source, find_sources, read_documents
+from mesascope.tasks.tokens import Passages
+
+FORMAT = 1
+BATCH_CHARACTERS = 2**21
+# A vocabulary is trained on so much of a corpus: more makes it slower and hardly different.
+TRAINING_CHARACTERS = 2**28
+NAMED_PROBLEMS = 100
+
+
+class Place(NamedTuple):
+    """Where a shard ends: so many tokens into the document at this line of this file."""
+
+    file: int = 0
+    line: int = 1
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus.
+
+    Attributes:
+        path: of its folder.
+        check: compare each shard with its checksum before it is read. Without, sizes are compared.
+    """
+
+    path: Path
+    check: bool = True
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """What it was made from and what is in it."""
+        if not (self.path / "index.json").exists():
+            raise StoreError(
+                f"{self.path} is no prepared corpus, or not finished: run `mesascope lm prepare`."
+            )
+        index = store.read_json(self.path / "index.json")
+        if index.get("format") != FORMAT:
+            raise StoreError(f"{self.path} is of another version: run `mesascope lm prepare` again.")
+        return index
+
+    @cached_property
+    def tokenizer(self) -> BPE:
+        """What its tokens mean."""
+        for name, sha256 in self.index["tokenizer"]["files"].items():
+            if _sha256(self.path / name) != sha256:
+                raise StoreError(f"{self.path / name} is missing or damaged. {_REPAIR}")
+        return BPE(self.path)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Such as train and validation."""
+        return tuple(self.index["splits"])
+
+    def tokens(self, split: str = "train") -> int:
+        """How many there are, the `eos` of every document included."""
+        return self._split(split)["tokens"]
+
+    def parts(self, split: str = "validation") -> dict[str, int]:
+        """Tokens of each part of the corpus."""
+        return {name: part["tokens"] for name, part in self._split(split)["parts"].items()}
+
+    def batch(self, step: int, batch_size: int, length: int, *, seed: int, split: str = "train") -> Passages:
+        """What to train on in this step, whatever was asked for before.
+
+        The split is cut into windows of `length` tokens; every epoch shows each of them once, in an order of its
+        own. Less than a window may be left over at the end.
+        """
+        stream = self._stream(split)
+        windows = max(stream.size - 1, 0) // length
+        if windows == 0:
+            raise ValueError(f"length: {split} has {stream.size} tokens, too few for one window of {length}.")
+        sample = step * batch_size + np.arange(batch_size, dtype=np.int64)
+        chosen = np.empty_like(sample)
+        for epoch in np.unique(sample // windows):
+            here = sample // windows == epoch
+            chosen[here] = permuted(sample[here] % windows, windows, seed=(seed, int(epoch)))
+        return stream.windows(chosen, length)
+
+    def in_order(
+        self, batch_size: int, length: int, *, split: str = "validation", part: str | None = None
+    ) -> Iterator[Passages]:
+        """The whole split, or the documents of one part of it, window after window.
+
+        Every token but the first is a target once. The last windows are filled up with positions that do not count,
+        so that all batches have one shape.
+        """
+        stream = self._stream(split)
+        if part is not None:
+            if part not in self.parts(split):
+                raise ValueError(f"part: {split} has {', '.join(self.parts(split))}; got {part!r}.")
+            stream = stream.only(part)
+        windows = -(-max(stream.size - 1, 0) // length)
+        for first in range(0, windows, batch_size):
+            yield stream.windows(first + np.arange(batch_size), length)
+
+    def verify(self, console: Console | None = None) -> None:
+        """Compare all files with their checksums.
+
+        Raises:
+            StoreError: some differ. The message names them and says what to do.
+        """
+        if damaged := self._damaged(console):
+            raise StoreError(f"{', '.join(map(str, damaged))}: missing or damaged. {_REPAIR}")
+
+    def _damaged(self, console: Console | None) -> list[Path]:
+        shards = [shard for split in self.index["splits"].values() for shard in split["shards"]]
+        with Amount(console, "checking", sum(shard["bytes"] for shard in shards)) as amount:
+            found = []
+            for shard in shards:
+                if not _is_whole(self.path, shard):
+                    found.append(self.path / shard["file"])
+                amount.advance(shard["bytes"])
+        for name, sha256 in self.index["tokenizer"]["files"].items():
+            if _sha256(self.path / name) != sha256:
+                found.append(self.path / name)
+        return found
+
+    def _split(self, split: str) -> dict[str, Any]:
+        if split not in self.index["splits"]:
+            raise ValueError(
+                f"{self.path} has no {split!r}, only {', '.join(self.splits)}. Files and folders called "
+                "train…, validation… and test… become these when a corpus is prepared."
+            )
+        return self.index["splits"][split]
+
+    @cached_property
+    def _streams(self) -> dict[str, "_Stream"]:
+        return {}
+
+    def _stream(self, split: str) -> "_Stream":
+        if split not in self._streams:
+            content = self._split(split)
+            for shard in content["shards"]:
+                path = self.path / shard["file"]
+                if not (_is_whole(self.path, shard) if self.check else _size(path) == shard["bytes"]):
+                    raise StoreError(f"{path} is missing or damaged. {_REPAIR}")
+            self._streams[split] = _Stream.of([self.path / s["file"] for s in content["shards"]], self.index)
+        return self._streams[split]
+
+
+_REPAIR = "Run the same `mesascope lm prepare` again: it makes anew what is damaged, and only that."
+
+
+def permuted(numbers: Int[np.ndarray, " n"], count: int, *, seed: tuple[int, ...]) -> Int[np.ndarray, " n"]:
+    """Where a random permutation of 0 … `count` - 1 takes these numbers, without writing it down.
+
+    A Feistel network permutes the numbers of 2h bits: $(l, r) \\to (r, l \\oplus f_i(r))$, eight times. What falls
+    beyond `count` goes through it again, which leaves a permutation of the others.
+    """
+    half = np.uint64(max((count - 1).bit_length() + 1, 2) // 2)
+    low = np.uint64((1 << int(half)) - 1)
+    keys = np.random.SeedSequence(seed).generate_state(8, np.uint64)
+    out = numbers.astype(np.uint64)
+    beyond = np.ones(out.shape, bool)
+    while beyond.any():
+        left, right = out[beyond] >> half, out[beyond] & low
+        for key in keys:
+            left, right = right, left ^ (_scrambled(right + key) & low)
+        out[beyond] = (left << half) | right
+        beyond = out >= count
+    return out.astype(np.int64)
+
+
+def _scrambled(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64: every bit depends on every bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Documents one after the other, wherever their tokens lie.
+
+    Attributes:
+        shards: mapped, not read.
+        offsets: how many tokens come before each shard.
+        starts: where each document begins, among the tokens of all shards.
+        lengths: of each document.
+        parts: which part each document is of.
+    """
+
+    shards: tuple[np.ndarray, ...]
+    offsets: Int[np.ndarray, " shard"]
+    starts: Int[np.ndarray, " document"]
+    lengths: Int[np.ndarray, " document"]
+    parts: np.ndarray
+    eos: int
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], index: dict[str, Any]) -> "_Stream":
+        shards, starts, parts, offsets, total = [], [], [], [], 0
+        for path in paths:
+            arrays, record = _mapped(path)
+            names = np.array(record["parts"] or [""])
+            shards.append(arrays["tokens"])
+            starts.append(arrays["starts"] + total)
+            parts.append(names[arrays["parts"]])
+            offsets.append(total)
+            total += arrays["tokens"].size
+        begins = np.concatenate(starts)
+        lengths = np.diff(begins, append=total)
+        eos = index["tokenizer"]["eos"]
+        return cls(tuple(shards), np.array(offsets), begins, lengths, np.concatenate(parts), eos)
+
+    def only(self, part: str) -> "_Stream":
+        mine = self.parts == part
+        return _Stream(
+            self.shards, self.offsets, self.starts[mine], self.lengths[mine], self.parts[mine], self.eos
+        )
+
+    @cached_property
+    def ends(self) -> Int[np.ndarray, " document"]:
+        return np.cumsum(self.lengths)
+
+    @property
+    def size(self) -> int:
+        return int(self.lengths.sum())
+
+    def windows(self, numbers: Int[np.ndarray, " batch"], length: int) -> Passages:
+        at = numbers[:, None] * length + np.arange(length + 1)
+        there = at < self.size
+        at = np.minimum(at, self.size - 1)
+        document = np.searchsorted(self.ends, at, side="right")
+        where = at - (self.ends - self.lengths - self.starts)[document]
+        tokens = np.empty(at.shape, np.int32)
+        shard = np.searchsorted(self.offsets, where, side="right") - 1
+        for i in np.unique(shard):
+            tokens[shard == i] = self.shards[i][where[shard == i] - self.offsets[i]]
+        tokens[~there] = self.eos
+        segments = (document - document[:, :1])[:, :-1].astype(np.int32)
+        return Passages(tokens[:, :-1], tokens[:, 1:], there[:, 1:], segments)
+
+
+def prepare(
+    data: Sequence[Path | str],
+    *,
+    bpe: int | Path = 16384,
+    out: Path = Path("corpora"),
+    shard_tokens: int = 2**24,
+    console: Console | None = None,
+) -> Corpus:
+    """Tokenize a corpus, unless that has been done.
+
+    The same call goes on where an earlier one stopped, for whatever reason, and ends with the same bytes; it also
+    makes damaged shards anew.
+
+    Args:
+        data: files or folders of documents; see `find_sources`.
+        bpe: a folder with `encoder.json` and `vocab.bpe`, such as GPT-2's; or the size of a vocabulary that is trained
+            on the training documents.
+        shard_tokens: tokens per shard, and how much work a killed process can lose.
+    """
+    if shard_tokens < 1:
+        raise ValueError(f"shard_tokens: expected at least 1, got {shard_tokens}.")
+    sources, ignored = find_sources([Path(path) for path in data])
+    if isinstance(bpe, int):
+        check_size(bpe)
+    with Amount(console, "reading", sum(_size(source.path) for source in sources)) as amount:
+        files = [
+            {
+                "name": source.name,
+                "split": source.split,
+                "part": source.part,
+                "bytes": _size(source.path),
+                "sha256": _sha256(source.path, amount),
+            }
+            for source in sources
+        ]
+    made_of = {
+        "format": FORMAT,
+        "files": files,
+        "bpe": checksums(bpe) if isinstance(bpe, Path) else bpe,
+        "shard_tokens": shard_tokens,
+    }
+    name = Path(data[0]).resolve().name.split(".")[0] or "text"
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:10]
+    corpus = Corpus(out / f"{name}-{digest}")
+    with _locked(corpus.path):
+        _finish(corpus, sources, made_of | {"ignored": ignored}, bpe, console)
+    return Corpus(corpus.path)
+
+
+def _finish(
+    corpus: Corpus, sources: list[Source], made_of: dict[str, Any], bpe: int | Path, console: Console | None
+) -> None:
+    folder = corpus.path
+    for path in folder.glob(".*.tmp"):  # of a process that was killed
+        path.unlink()
+    if (folder / "index.json").exists():
+        damaged = corpus._damaged(console)
+        if not damaged:
+            return
+        # From here on it is a corpus that is not finished.
+        for path in (folder / "index.json", *damaged):
+            path.unlink(missing_ok=True)
+    tokenizer = _tokenizer(folder, bpe, sources, console)
+    splits = {}
+    for split in dict.fromkeys(source.split for source in sources):
+        mine = [source for source in sources if source.split == split]
+        splits[split] = _split_index(folder, split, mine, tokenizer, made_of["shard_tokens"], console)
+    about = {"size": tokenizer.size, "eos": tokenizer.eos, "files": checksums(folder)}
+    made_with = {name: version(name) for name in ("mesascope", "tokenizers")}
+    store.write_json(
+        folder / "index.json", made_of | {"made_with": made_with, "tokenizer": about, "splits": splits}
+    )
+
+
+def _tokenizer(folder: Path, bpe: int | Path, sources: list[Source], console: Console | None) -> BPE:
+    if isinstance(bpe, Path):
+        BPE(bpe)
+        for name in FILES:
+            store.write(folder / name, (bpe / name).read_bytes())
+    elif not all((folder / name).exists() for name in FILES):
+        training = [source for source in sources if source.split == "train"] or sources
+        total = sum(_size(source.path) for source in training)
+        with Amount(console, f"training a vocabulary of {bpe}", total) as amount:
+            return BPE.trained(_training_texts(training, amount), bpe, folder)
+    return BPE(folder)
+
+
+def _training_texts(sources: list[Source], amount: Amount) -> Iterator[str]:
+    characters = before = 0
+    for source in sources:
+        for document in read_documents(source):
+            if document.text:
+                yield document.text
+            characters += len(document.text)
+            amount.reached(before + document.position)
+            if characters >= TRAINING_CHARACTERS:
+                return
+        before += _size(source.path)
+
+
+def _split_index(
+    folder: Path, split: str, sources: list[Source], tokenizer: BPE, size: int, console: Console | None
+) -> dict[str, Any]:
+    """Every shard that is not there yet, from where the one before it ends."""
+    place, making, shards, records = Place(), None, [], []
+    with Amount(console, split, sum(_size(source.path) for source in sources)) as amount:
+        while not (records and records[-1]["last"]):
+            path = folder / f"{split}-{len(records):05}.safetensors"
+            try:
+                record = _record(path)
+                making = None
+            except StoreError:
+                making = making or _shards(sources, tokenizer, place, size, amount)
+                record = next(making).written(path)
+            place = Place(*record["end"])
+            records.append(record)
+            shards.append({"file": path.name, "bytes": _size(path), "sha256": _sha256(path)})
+    problems = _Problems()
+    documents, tokens, text_bytes = Counter[str](), Counter[str](), Counter[str]()
+    for record in records:
+        problems.add(record["problems"])
+        documents.update(record["documents"])
+        tokens.update(record["tokens_of"])
+        text_bytes.update(record["bytes_of"])
+    totals = {"documents": documents, "tokens": tokens, "text_bytes": text_bytes}
+    parts = {part: {name: total[part] for name, total in totals.items()} for part in sorted(documents)}
+    return {
+        **{name: total.total() for name, total in totals.items()},
+        "parts": parts,
+        "problems": problems.found,
+        "shards": shards,
+    }
+
+
+class _Problems:
+    """How often each problem was met, and where: the first hundred places are named."""
+
+    def __init__(self):
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def met(self, problem: str, where: str) -> None:
+        self.add({problem: {"count": 1, "where": [where]}})
+
+    def add(self, found: dict[str, dict[str, Any]]) -> None:
+        for problem, more in found.items():
+            mine = self.found.setdefault(problem, {"count": 0, "where": []})
+            mine["count"] += more["count"]
+            mine["where"] = [*mine["where"], *more["where"]][:NAMED_PROBLEMS]
+
+
+class _Shard:
+    """Tokens as they are gathered."""
+
+    def __init__(self, size: int, vocabulary: int):
+        self.tokens = np.empty(size, np.uint16 if vocabulary <= 2**16 else np.uint32)
+        self.filled = 0
+        self.starts: list[int] = []
+        self.parts: list[str] = []
+        self.tokens_of: Counter[str] = Counter()
+        self.bytes_of: Counter[str] = Counter()
+        self.problems = _Problems()
+        self.end, self.last = Place(), False
+
+    def begin(self, document: Document) -> None:
+        """Its first token comes next."""
+        self.starts.append(self.filled)
+        self.parts.append(document.part)
+        self.bytes_of[document.part] += len(document.text.encode())
+
+    def take(self, tokens: np.ndarray, part: str) -> int:
+        """As many as there is room for."""
+        taken = min(len(tokens), len(self.tokens) - self.filled)
+        self.tokens[self.filled : self.filled + taken] = tokens[:taken]
+        self.filled += taken
+        self.tokens_of[part] += taken
+        return taken
+
+    def ended(self, end: Place, *, last: bool = False) -> "_Shard":
+        self.end, self.last = end, last
+        return self
+
+    def written(self, path: Path) -> dict[str, Any]:
+        names = list(dict.fromkeys(self.parts))
+        number = {name: i for i, name in enumerate(names)}
+        record = {
+            "end": self.end,
+            "last": self.last,
+            "parts": names,
+            "documents": Counter(self.parts),
+            "tokens_of": self.tokens_of,
+            "bytes_of": self.bytes_of,
+            "problems": self.problems.found,
+        }
+        arrays = {
+            "tokens": self.tokens[: self.filled],
+            "starts": np.array(self.starts, np.int64),
+            "parts": np.array([number[part] for part in self.parts], np.int32),
+        }
+        store.write_arrays(path, arrays, record=json.dumps(record))
+        return record
+
+
+def _shards(
+    sources: list[Source], tokenizer: BPE, place: Place, size: int, amount: Amount
+) -> Iterator[_Shard]:
+    """The shards from a place on. A problem belongs to the shard that its line ends in."""
+    shard, skipped = _Shard(size, tokenizer.size), place.tokens
+    for file, document, tokens in _tokenized(_from(sources, place, amount), tokenizer):
+        done, skipped = skipped, 0
+        while done < len(tokens):
+            # Full shards wait for one more token, so that the last one is never empty and takes what is left.
+            if shard.filled == size:
+                yield shard.ended(Place(file, document.line, done))
+                shard = _Shard(size, tokenizer.size)
+            if done == 0:
+                shard.begin(document)
+            done += shard.take(tokens[done:], document.part)
+        if document.problem:
+            shard.problems.met(document.problem, f"{sources[file].name}:{document.line}")
+    yield shard.ended(Place(len(sources)), last=True)
+
+
+def _from(sources: list[Source], place: Place, amount: Amount) -> Iterator[tuple[int, Document]]:
+    before = sum(_size(source.path) for source in sources[: place.file])
+    for file, source in enumerate(sources[place.file :], start=place.file):
+        for document in read_documents(source, place.line if file == place.file else 1):
+            amount.reached(before + document.position)
+            yield file, document
+        before += _size(source.path)
+
+
+def _tokenized(
+    documents: Iterable[tuple[int, Document]], tokenizer: BPE
+) -> Iterator[tuple[int, Document, np.ndarray]]:
+    """In batches, each of which is encoded on all cores."""
+    waiting: list[tuple[int, Document]] = []
+    characters = 0
+
+    def encoded() -> Iterator[tuple[int, Document, np.ndarray]]:
+        texts = tokenizer.encode_all([document.text for _, document in waiting])
+        for (file, document), tokens in zip(waiting, texts, strict=True):
+            # No text, no document.
+            yield file, document, np.concatenate([[tokenizer.eos], tokens]) if document.text else tokens
+
+    for file, document in documents:
+        waiting.append((file, document))
+        characters += len(document.text) + 100
+        if characters >= BATCH_CHARACTERS:
+            yield from encoded()
+            waiting, characters = [], 0
+    yield from encoded()
+
+
+# Files.
+
+
+def _record(path: Path) -> dict[str, Any]:
+    return json.loads(store.read_metadata(path)["record"])
+
+
+def _mapped(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and record of a shard, the arrays mapped into memory.
+
+    (A safetensors file is the length of its header in eight bytes, the header, and the arrays.)
+    """
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
+    content = np.memmap(path, np.uint8, "r", offset=8 + header_size) if _size(path) > 8 + header_size else b""
+    dtypes = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
+    record = json.loads(json.loads(header.pop("__metadata__")["mesascope"])["record"])
+    arrays = {
+        name: np.frombuffer(content[slice(*about["data_offsets"])], dtypes[about["dtype"]])
+        for name, about in header.items()
+    }
+    return arrays, record
+
+
+def _is_whole(folder: Path, shard: dict[str, Any]) -> bool:
+    path = folder / shard["file"]
+    return _size(path) == shard["bytes"] and _sha256(path) == shard["sha256"]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _sha256(path: Path, amount: Amount | None = None) -> str:
+    total = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(2**20):
+                total.update(piece)
+                if amount is not None:
+                    amount.advance(len(piece))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return total.hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise StoreError(f"out: cannot write to {folder}: {error.strerror}.") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StoreError(f"{folder} is being prepared by another process.") from error
+    else:
+        yield
+    finally:
+        os.close(file)
