@@ -17,13 +17,13 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Int
@@ -33,35 +33,32 @@ from mesascope import store
 from mesascope.progress import Amount
 from mesascope.store import StoreError
 from mesascope.tasks.bpe import BPE, FILES, check_size, checksums
-from mesascope.tasks.documents import Document, Source, find_sources, read_documents
+from mesascope.tasks.documents import Source, find_sources, read_documents
+from mesascope.tasks.shards import Place, Problems, make_shards, map_shard, read_record, sha256_of, size_of
 from mesascope.tasks.tokens import Passages
 
 FORMAT = 1
-BATCH_CHARACTERS = 2**21
 # A vocabulary is trained on so much of a corpus: more makes it slower and hardly different.
 TRAINING_CHARACTERS = 2**28
-NAMED_PROBLEMS = 100
 
 
-class Place(NamedTuple):
-    """Where a shard ends: so many tokens into the document at this line of this file."""
-
-    file: int = 0
-    line: int = 1
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
+@final
 class Corpus:
     """A prepared corpus.
 
     Attributes:
         path: of its folder.
-        check: compare each shard with its checksum before it is read. Without, sizes are compared.
     """
 
     path: Path
-    check: bool = True
+
+    def __init__(self, path: str | Path, *, check: bool = True):
+        """Open it.
+
+        Args:
+            check: compare shards with their checksums before they are read. Without, their sizes are compared.
+        """
+        self.path, self._check = Path(path), check
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -79,7 +76,7 @@ class Corpus:
     def tokenizer(self) -> BPE:
         """What its tokens mean."""
         for name, sha256 in self.index["tokenizer"]["files"].items():
-            if _sha256(self.path / name) != sha256:
+            if sha256_of(self.path / name) != sha256:
                 raise StoreError(f"{self.path / name} is missing or damaged. {_REPAIR}")
         return BPE(self.path)
 
@@ -148,7 +145,7 @@ class Corpus:
                     found.append(self.path / shard["file"])
                 amount.advance(shard["bytes"])
         for name, sha256 in self.index["tokenizer"]["files"].items():
-            if _sha256(self.path / name) != sha256:
+            if sha256_of(self.path / name) != sha256:
                 found.append(self.path / name)
         return found
 
@@ -169,7 +166,7 @@ class Corpus:
             content = self._split(split)
             for shard in content["shards"]:
                 path = self.path / shard["file"]
-                if not (_is_whole(self.path, shard) if self.check else _size(path) == shard["bytes"]):
+                if not (_is_whole(self.path, shard) if self._check else size_of(path) == shard["bytes"]):
                     raise StoreError(f"{path} is missing or damaged. {_REPAIR}")
             self._streams[split] = _Stream.of([self.path / s["file"] for s in content["shards"]], self.index)
         return self._streams[split]
@@ -179,9 +176,9 @@ _REPAIR = "Run the same `mesascope lm prepare` again: it makes anew what is dama
 
 
 def permuted(numbers: Int[np.ndarray, " n"], count: int, *, seed: tuple[int, ...]) -> Int[np.ndarray, " n"]:
-    """Where a random permutation of 0 … `count` - 1 takes these numbers, without writing it down.
+    r"""Where a random permutation of 0 … `count` - 1 takes these numbers, without writing it down.
 
-    A Feistel network permutes the numbers of 2h bits: $(l, r) \\to (r, l \\oplus f_i(r))$, eight times. What falls
+    A Feistel network permutes the numbers of 2h bits: $(l, r) \to (r, l \oplus f_i(r))$, eight times. What falls
     beyond `count` goes through it again, which leaves a permutation of the others.
     """
     half = np.uint64(max((count - 1).bit_length() + 1, 2) // 2)
@@ -228,7 +225,7 @@ class _Stream:
     def of(cls, paths: Sequence[Path], index: dict[str, Any]) -> "_Stream":
         shards, starts, parts, offsets, total = [], [], [], [], 0
         for path in paths:
-            arrays, record = _mapped(path)
+            arrays, record = map_shard(path)
             names = np.array(record["parts"] or [""])
             shards.append(arrays["tokens"])
             starts.append(arrays["starts"] + total)
@@ -250,30 +247,51 @@ class _Stream:
     def ends(self) -> Int[np.ndarray, " document"]:
         return np.cumsum(self.lengths)
 
+    @cached_property
+    def shifts(self) -> Int[np.ndarray, " document"]:
+        """From places in this stream to places among all tokens."""
+        return self.starts - (self.ends - self.lengths)
+
     @property
     def size(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def windows(self, numbers: Int[np.ndarray, " batch"], length: int) -> Passages:
         at = numbers[:, None] * length + np.arange(length + 1)
         there = at < self.size
         at = np.minimum(at, self.size - 1)
-        document = np.searchsorted(self.ends, at, side="right")
-        where = at - (self.ends - self.lengths - self.starts)[document]
-        tokens = np.empty(at.shape, np.int32)
-        shard = np.searchsorted(self.offsets, where, side="right") - 1
-        for i in np.unique(shard):
-            tokens[shard == i] = self.shards[i][where[shard == i] - self.offsets[i]]
-        tokens[~there] = self.eos
-        segments = (document - document[:, :1])[:, :-1].astype(np.int32)
-        return Passages(tokens[:, :-1], tokens[:, 1:], there[:, 1:], segments)
+        # Documents are looked up at both ends of a window and counted in between: that is much faster than at every
+        # position.
+        first, last = (np.searchsorted(self.ends, at[:, i], side="right") for i in (0, -1))
+        segments = np.zeros(at.shape, np.int32)
+        begun = last - first
+        row = np.repeat(np.arange(len(at)), begun)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(begun) - begun, begun)
+        segments[row, self.ends[first[row] + nth] - at[row, 0]] = 1
+        segments = np.cumsum(segments, 1, dtype=np.int32)
+        where = at + self.shifts[first[:, None] + segments]
+        tokens = np.where(there, self._at(where), np.int32(self.eos))
+        return Passages(tokens[:, :-1], tokens[:, 1:], there[:, 1:], segments[:, :-1])
+
+    def _at(self, where: Int[np.ndarray, "batch time"]) -> Int[np.ndarray, "batch time"]:
+        """Tokens at places that increase along time; most rows lie in one shard."""
+        tokens = np.empty(where.shape, np.int32)
+        first, last = (np.searchsorted(self.offsets, where[:, i], side="right") - 1 for i in (0, -1))
+        for i in np.unique(np.concatenate([first, last])):
+            rows = (first == i) & (last == i)
+            tokens[rows] = self.shards[i][where[rows] - self.offsets[i]]
+        for row in np.flatnonzero(first != last):
+            shard = np.searchsorted(self.offsets, where[row], side="right") - 1
+            for i in np.unique(shard):
+                tokens[row, shard == i] = self.shards[i][where[row, shard == i] - self.offsets[i]]
+        return tokens
 
 
 def prepare(
-    data: Sequence[Path | str],
+    data: str | Path | Sequence[str | Path],
     *,
-    bpe: int | Path = 16384,
-    out: Path = Path("corpora"),
+    bpe: int | str | Path = 16384,
+    out: str | Path = "corpora",
     shard_tokens: int = 2**24,
     console: Console | None = None,
 ) -> Corpus:
@@ -283,24 +301,27 @@ def prepare(
     makes damaged shards anew.
 
     Args:
-        data: files or folders of documents; see `find_sources`.
+        data: files or folders of documents; see `documents.find_sources`.
         bpe: a folder with `encoder.json` and `vocab.bpe`, such as GPT-2's; or the size of a vocabulary that is trained
             on the training documents.
         shard_tokens: tokens per shard, and how much work a killed process can lose.
     """
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens: expected at least 1, got {shard_tokens}.")
-    sources, ignored = find_sources([Path(path) for path in data])
+    data = [Path(path) for path in ([data] if isinstance(data, str | Path) else data)]
+    sources, ignored = find_sources(data)
     if isinstance(bpe, int):
         check_size(bpe)
-    with Amount(console, "reading", sum(_size(source.path) for source in sources)) as amount:
+    else:
+        bpe = Path(bpe)
+    with Amount(console, "reading", sum(size_of(source.path) for source in sources)) as amount:
         files = [
             {
                 "name": source.name,
                 "split": source.split,
                 "part": source.part,
-                "bytes": _size(source.path),
-                "sha256": _sha256(source.path, amount),
+                "bytes": size_of(source.path),
+                "sha256": sha256_of(source.path, amount),
             }
             for source in sources
         ]
@@ -310,9 +331,9 @@ def prepare(
         "bpe": checksums(bpe) if isinstance(bpe, Path) else bpe,
         "shard_tokens": shard_tokens,
     }
-    name = Path(data[0]).resolve().name.split(".")[0] or "text"
+    name = data[0].resolve().name.split(".")[0] or "text"
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:10]
-    corpus = Corpus(out / f"{name}-{digest}")
+    corpus = Corpus(Path(out) / f"{name}-{digest}")
     with _locked(corpus.path):
         _finish(corpus, sources, made_of | {"ignored": ignored}, bpe, console)
     return Corpus(corpus.path)
@@ -325,7 +346,10 @@ def _finish(
     for path in folder.glob(".*.tmp"):  # of a process that was killed
         path.unlink()
     if (folder / "index.json").exists():
-        damaged = corpus._damaged(console)
+        try:
+            damaged = corpus._damaged(console)
+        except StoreError:
+            damaged = [folder / "index.json"]
         if not damaged:
             return
         # From here on it is a corpus that is not finished.
@@ -350,7 +374,7 @@ def _tokenizer(folder: Path, bpe: int | Path, sources: list[Source], console: Co
             store.write(folder / name, (bpe / name).read_bytes())
     elif not all((folder / name).exists() for name in FILES):
         training = [source for source in sources if source.split == "train"] or sources
-        total = sum(_size(source.path) for source in training)
+        total = sum(size_of(source.path) for source in training)
         with Amount(console, f"training a vocabulary of {bpe}", total) as amount:
             return BPE.trained(_training_texts(training, amount), bpe, folder)
     return BPE(folder)
@@ -366,7 +390,7 @@ def _training_texts(sources: list[Source], amount: Amount) -> Iterator[str]:
             amount.reached(before + document.position)
             if characters >= TRAINING_CHARACTERS:
                 return
-        before += _size(source.path)
+        before += size_of(source.path)
 
 
 def _split_index(
@@ -374,19 +398,19 @@ def _split_index(
 ) -> dict[str, Any]:
     """Every shard that is not there yet, from where the one before it ends."""
     place, making, shards, records = Place(), None, [], []
-    with Amount(console, split, sum(_size(source.path) for source in sources)) as amount:
+    with Amount(console, split, sum(size_of(source.path) for source in sources)) as amount:
         while not (records and records[-1]["last"]):
             path = folder / f"{split}-{len(records):05}.safetensors"
             try:
-                record = _record(path)
+                record = read_record(path)
                 making = None
             except StoreError:
-                making = making or _shards(sources, tokenizer, place, size, amount)
+                making = making or make_shards(sources, tokenizer, place, size, amount)
                 record = next(making).written(path)
             place = Place(*record["end"])
             records.append(record)
-            shards.append({"file": path.name, "bytes": _size(path), "sha256": _sha256(path)})
-    problems = _Problems()
+            shards.append({"file": path.name, "bytes": size_of(path), "sha256": sha256_of(path)})
+    problems = Problems()
     documents, tokens, text_bytes = Counter[str](), Counter[str](), Counter[str]()
     for record in records:
         problems.add(record["problems"])
@@ -403,173 +427,9 @@ def _split_index(
     }
 
 
-class _Problems:
-    """How often each problem was met, and where: the first hundred places are named."""
-
-    def __init__(self):
-        self.found: dict[str, dict[str, Any]] = {}
-
-    def met(self, problem: str, where: str) -> None:
-        self.add({problem: {"count": 1, "where": [where]}})
-
-    def add(self, found: dict[str, dict[str, Any]]) -> None:
-        for problem, more in found.items():
-            mine = self.found.setdefault(problem, {"count": 0, "where": []})
-            mine["count"] += more["count"]
-            mine["where"] = [*mine["where"], *more["where"]][:NAMED_PROBLEMS]
-
-
-class _Shard:
-    """Tokens as they are gathered."""
-
-    def __init__(self, size: int, vocabulary: int):
-        self.tokens = np.empty(size, np.uint16 if vocabulary <= 2**16 else np.uint32)
-        self.filled = 0
-        self.starts: list[int] = []
-        self.parts: list[str] = []
-        self.tokens_of: Counter[str] = Counter()
-        self.bytes_of: Counter[str] = Counter()
-        self.problems = _Problems()
-        self.end, self.last = Place(), False
-
-    def begin(self, document: Document) -> None:
-        """Its first token comes next."""
-        self.starts.append(self.filled)
-        self.parts.append(document.part)
-        self.bytes_of[document.part] += len(document.text.encode())
-
-    def take(self, tokens: np.ndarray, part: str) -> int:
-        """As many as there is room for."""
-        taken = min(len(tokens), len(self.tokens) - self.filled)
-        self.tokens[self.filled : self.filled + taken] = tokens[:taken]
-        self.filled += taken
-        self.tokens_of[part] += taken
-        return taken
-
-    def ended(self, end: Place, *, last: bool = False) -> "_Shard":
-        self.end, self.last = end, last
-        return self
-
-    def written(self, path: Path) -> dict[str, Any]:
-        names = list(dict.fromkeys(self.parts))
-        number = {name: i for i, name in enumerate(names)}
-        record = {
-            "end": self.end,
-            "last": self.last,
-            "parts": names,
-            "documents": Counter(self.parts),
-            "tokens_of": self.tokens_of,
-            "bytes_of": self.bytes_of,
-            "problems": self.problems.found,
-        }
-        arrays = {
-            "tokens": self.tokens[: self.filled],
-            "starts": np.array(self.starts, np.int64),
-            "parts": np.array([number[part] for part in self.parts], np.int32),
-        }
-        store.write_arrays(path, arrays, record=json.dumps(record))
-        return record
-
-
-def _shards(
-    sources: list[Source], tokenizer: BPE, place: Place, size: int, amount: Amount
-) -> Iterator[_Shard]:
-    """The shards from a place on. A problem belongs to the shard that its line ends in."""
-    shard, skipped = _Shard(size, tokenizer.size), place.tokens
-    for file, document, tokens in _tokenized(_from(sources, place, amount), tokenizer):
-        done, skipped = skipped, 0
-        while done < len(tokens):
-            # Full shards wait for one more token, so that the last one is never empty and takes what is left.
-            if shard.filled == size:
-                yield shard.ended(Place(file, document.line, done))
-                shard = _Shard(size, tokenizer.size)
-            if done == 0:
-                shard.begin(document)
-            done += shard.take(tokens[done:], document.part)
-        if document.problem:
-            shard.problems.met(document.problem, f"{sources[file].name}:{document.line}")
-    yield shard.ended(Place(len(sources)), last=True)
-
-
-def _from(sources: list[Source], place: Place, amount: Amount) -> Iterator[tuple[int, Document]]:
-    before = sum(_size(source.path) for source in sources[: place.file])
-    for file, source in enumerate(sources[place.file :], start=place.file):
-        for document in read_documents(source, place.line if file == place.file else 1):
-            amount.reached(before + document.position)
-            yield file, document
-        before += _size(source.path)
-
-
-def _tokenized(
-    documents: Iterable[tuple[int, Document]], tokenizer: BPE
-) -> Iterator[tuple[int, Document, np.ndarray]]:
-    """In batches, each of which is encoded on all cores."""
-    waiting: list[tuple[int, Document]] = []
-    characters = 0
-
-    def encoded() -> Iterator[tuple[int, Document, np.ndarray]]:
-        texts = tokenizer.encode_all([document.text for _, document in waiting])
-        for (file, document), tokens in zip(waiting, texts, strict=True):
-            # No text, no document.
-            yield file, document, np.concatenate([[tokenizer.eos], tokens]) if document.text else tokens
-
-    for file, document in documents:
-        waiting.append((file, document))
-        characters += len(document.text) + 100
-        if characters >= BATCH_CHARACTERS:
-            yield from encoded()
-            waiting, characters = [], 0
-    yield from encoded()
-
-
-# Files.
-
-
-def _record(path: Path) -> dict[str, Any]:
-    return json.loads(store.read_metadata(path)["record"])
-
-
-def _mapped(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and record of a shard, the arrays mapped into memory.
-
-    (A safetensors file is the length of its header in eight bytes, the header, and the arrays.)
-    """
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
-    content = np.memmap(path, np.uint8, "r", offset=8 + header_size) if _size(path) > 8 + header_size else b""
-    dtypes = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
-    record = json.loads(json.loads(header.pop("__metadata__")["mesascope"])["record"])
-    arrays = {
-        name: np.frombuffer(content[slice(*about["data_offsets"])], dtypes[about["dtype"]])
-        for name, about in header.items()
-    }
-    return arrays, record
-
-
 def _is_whole(folder: Path, shard: dict[str, Any]) -> bool:
     path = folder / shard["file"]
-    return _size(path) == shard["bytes"] and _sha256(path) == shard["sha256"]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _sha256(path: Path, amount: Amount | None = None) -> str:
-    total = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(2**20):
-                total.update(piece)
-                if amount is not None:
-                    amount.advance(len(piece))
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return total.hexdigest()
+    return size_of(path) == shard["bytes"] and sha256_of(path) == shard["sha256"]
 
 
 @contextmanager
