@@ -303,7 +303,7 @@ def prepare(
     Args:
         data: files or folders of documents; see `documents.find_sources`.
         bpe: a folder with `encoder.json` and `vocab.bpe`, such as GPT-2's; or the size of a vocabulary that is trained
-            on the training documents.
+            on the training documents (on all, where none are for training).
         shard_tokens: tokens per shard, and how much work a killed process can lose.
     """
     if shard_tokens < 1:
