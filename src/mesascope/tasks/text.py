@@ -2,7 +2,7 @@
 
 `prepare` turns files of documents (see `documents`) into a folder named by what went into it:
 
-    corpora/minipile-1f0c9a2b3d/
+    corpora/NAME-1f0c9a2b3d/
       encoder.json, vocab.bpe        the tokenizer, in GPT-2's format
       train-00000.safetensors        a shard: `tokens`, and of the documents that begin in it `starts` and `parts`
       validation-00000.safetensors
