@@ -56,31 +56,35 @@ class AssociativeRecall:
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Passages:
         """Independent sequences. The same key gives the same bytes."""
-        sequences = jax.vmap(self._sequence)(jax.random.split(key, batch_size))
-        return Passages(*sequences, jnp.zeros((batch_size, self.length), jnp.int32))
-
-    def _sequence(self, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
         keys_key, values_key, gaps_key, filler_key = jax.random.split(key, 4)
-        n, half = self.pairs, self.vocabulary // 2
-        keys = 1 + _without_replacement(np.zeros(half - 1), n, key=keys_key)
-        values = half + _without_replacement(np.zeros(self.vocabulary - half), n, key=values_key)
-        places = self.length // 2 - n
-        log_p = (self.power - 1) * np.log(np.arange(1, places + 1))
-        asked_at = 2 * n + 2 * _without_replacement(log_p, n, key=gaps_key)
+        n, half, shape = self.pairs, self.vocabulary // 2, (batch_size, self.length)
+        keys = 1 + _without_replacement(np.zeros(half - 1), n, batch_size, key=keys_key)
+        values = half + _without_replacement(np.zeros(self.vocabulary - half), n, batch_size, key=values_key)
+        log_p = (self.power - 1) * np.log(np.arange(1, self.length // 2 - n + 1))
+        gaps = _without_replacement(log_p, n, batch_size, key=gaps_key)
 
+        blank = jnp.zeros(shape, jnp.int32)
         if self.filler == "random":
-            tokens = jax.random.randint(filler_key, (self.length,), 0, self.vocabulary, jnp.int32)
+            tokens = jax.random.randint(filler_key, shape, 0, self.vocabulary, jnp.int32)
         else:
-            tokens = jnp.zeros(self.length, jnp.int32)
-        tokens = tokens.at[: 2 * n].set(jnp.stack([keys, values], 1).ravel()).at[asked_at].set(keys)
-        targets = jnp.zeros(self.length, jnp.int32).at[asked_at].set(values)
-        return tokens, targets, jnp.zeros(self.length, bool).at[asked_at].set(True)
+            tokens = blank
+        queries = np.arange(batch_size)[:, None], 2 * n + 2 * gaps
+        pairs = jnp.stack([keys, values], 2).reshape(batch_size, 2 * n)
+        tokens = tokens.at[:, : 2 * n].set(pairs).at[queries].set(keys)
+        return Passages(
+            tokens=tokens,
+            targets=blank.at[queries].set(values),
+            predicts=jnp.zeros(shape, bool).at[queries].set(True),
+            segments=blank,
+        )
 
 
-def _without_replacement(log_p: np.ndarray, count: int, *, key: PRNGKeyArray) -> Int[Array, " count"]:
+def _without_replacement(
+    log_p: np.ndarray, count: int, batch_size: int, *, key: PRNGKeyArray
+) -> Int[Array, "batch count"]:
     """Draw one number after the other, each with probabilities proportional to those of the numbers left.
 
     The largest entries of log p + Gumbel noise, in their order, are distributed just so.
     """
-    noise = jax.random.gumbel(key, log_p.shape, jnp.float32)
+    noise = jax.random.gumbel(key, (batch_size, len(log_p)), jnp.float32)
     return jax.lax.top_k(jnp.asarray(log_p, jnp.float32) + noise, count)[1].astype(jnp.int32)
