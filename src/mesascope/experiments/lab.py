@@ -70,7 +70,7 @@ SCALES = {
         Scale(name="quick", seeds=2, steps=0.1, batch_size=64, sequences=1024, probe_sequences=2048,
               tune_steps=300, prompt_steps=300, distill_steps=500, trained=False),
         Scale(name="released", seeds=1, sequences=4096, probe_sequences=4096,
-              tune_steps=1500, prompt_steps=2000, distill_steps=2000, from_released=True),
+              tune_steps=600, prompt_steps=2000, distill_steps=2000, from_released=True),
         Scale(name="paper", seeds=None, sequences=4096, probe_sequences=8192,
               tune_steps=1500, prompt_steps=5000, distill_steps=15_000),
     )
