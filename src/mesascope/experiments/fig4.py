@@ -248,8 +248,8 @@ EXPERIMENTS = {
             "preconditioned input. One layer that solves least squares exactly, the mesa-layer, is better than all."
         ),
         pieces={
-            "one_layer": one_layer,
             "six_layers": six_layers,
+            "one_layer": one_layer,
             "mesa_training": mesa_training,
             "losses": losses,
             "gradient_descent": gradient_descent,
