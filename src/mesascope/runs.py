@@ -16,7 +16,6 @@ The same call goes on where an earlier one stopped, for whatever reason, and end
 needs the compiled programs too: see `keep_compiled`.)
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -27,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -156,22 +155,8 @@ class Run:
         paths = (self.path / "checkpoint.safetensors", self.path / "checkpoint.previous.safetensors")
         return [path for path in paths if path.exists()]
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Two processes must not write to one run."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
-        except OSError as error:
-            raise RunError(f"runs: cannot write to {self.path}: {error.strerror}.") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"{self.path} is being trained by another process.") from error
-        else:
-            yield
-        finally:
-            os.close(file)
+    def _locked(self) -> AbstractContextManager[None]:
+        return store.locked(self.path, field="runs", doing="trained", error=RunError)
 
     def _clear(self) -> None:
         # What would make the rest look finished goes first, should this be cut short.

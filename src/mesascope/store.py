@@ -1,11 +1,13 @@
 """Files that are whole or absent: atomic writes, named arrays with a checksum, configurations as JSON."""
 
+import fcntl
 import hashlib
 import json
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union
@@ -44,6 +46,30 @@ def write(path: Path, content: bytes) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, *, field: str, doing: str, error: type[Exception] = StoreError) -> Iterator[None]:
+    """Two processes must not write to one folder. The lock ends with the process that holds it.
+
+    Args:
+        field: what the caller named the folder with, for the message.
+        doing: "trained", "prepared": what the other process does.
+        error: what to raise when that is so, or when nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    except OSError as cause:
+        raise error(f"{field}: cannot write to {folder}: {cause.strerror}.") from cause
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as cause:
+        raise error(f"{folder} is being {doing} by another process.") from cause
+    else:
+        yield
+    finally:
+        os.close(file)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -12,13 +12,11 @@ Every document begins with the token `eos`, so that there is one between any two
 predicted from it. Shards have `shard_tokens` tokens, the last of a split fewer; documents go on from one to the next.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -432,18 +430,5 @@ def _is_whole(folder: Path, shard: dict[str, Any]) -> bool:
     return size_of(path) == shard["bytes"] and sha256_of(path) == shard["sha256"]
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    except OSError as error:
-        raise StoreError(f"out: cannot write to {folder}: {error.strerror}.") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise StoreError(f"{folder} is being prepared by another process.") from error
-    else:
-        yield
-    finally:
-        os.close(file)
+def _locked(folder: Path) -> AbstractContextManager[None]:
+    return store.locked(folder, field="out", doing="prepared")
