@@ -45,12 +45,13 @@ def list_experiments(console: Console | None = None) -> None:
     from mesascope.experiments.lab import SCALES
 
     table = Table("figure", "shows", title="mesascope reproduce FIGURE --preset PRESET")
-    for scale in SCALES:
+    there = [experiments.experiment(name) for name in experiments.names()]
+    measured = [scale for scale in SCALES if any(scale in experiment.minutes for experiment in there)]
+    for scale in measured:
         table.add_column(f"{scale}, minutes", justify="right")
-    for name in experiments.names():
-        experiment = experiments.experiment(name)
-        minutes = [experiment.minutes.get(scale) for scale in SCALES]
-        table.add_row(name, experiment.shows, *("" if m is None else f"{m:g}" for m in minutes))
+    for experiment in there:
+        minutes = [experiment.minutes.get(scale) for scale in measured]
+        table.add_row(experiment.id, experiment.shows, *("" if m is None else f"{m:g}" for m in minutes))
     (console or Console()).print(table)
 
 

@@ -11,7 +11,15 @@ from jaxtyping import Array, Float
 
 from mesascope.analysis.probes import Probes, Sample, probe, residual_stream
 from mesascope.analysis.scores import in_context_score
-from mesascope.analysis.targets import Target, next_token, preconditioned, sampler, without_outliers
+from mesascope.analysis.targets import (
+    Target,
+    next_token,
+    preconditioned,
+    sampler,
+    stacked,
+    teacher_features,
+    without_outliers,
+)
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.lab import Lab, Trained
 from mesascope.experiments.panels import Curves, Line, Origin
@@ -31,7 +39,11 @@ EVALUATION, TUNING, PROBING = (2**31 - 3, 2**31 - 4, 2**31 - 5)
 LAM = 1000.0
 """λ of all controls: the released code's ridge of 0.001."""
 
-Features = Target
+# What algorithms regress on where single tokens do not do; named once, so that what is tuned is tuned once.
+SIXTEEN_TOKENS = stacked(16)
+"""For partially observed systems: as many as the released control has."""
+TRUE_FEATURES = teacher_features()
+"""For nonlinear systems: what the generator itself computes of the state."""
 
 
 def model_losses(lab: Lab, trained: Trained) -> Named:
@@ -43,7 +55,7 @@ def model_losses(lab: Lab, trained: Trained) -> Named:
 
 
 def contexts(
-    task: Dynamics, *, newest_pair: bool = True, features: Features | None = None
+    task: Dynamics, *, newest_pair: bool = True, features: Target | None = None
 ) -> Callable[[Array, int], Context]:
     """What an algorithm is given of fresh sequences. `features` maps trajectories to regressors."""
 
@@ -76,7 +88,7 @@ def tuned_optimizer(
     steps: int,
     *,
     newest_pair: bool,
-    features: Features | None = None,
+    features: Target | None = None,
     lam: float = LAM,
     batch_size: int = 128,
 ) -> MesaOptimizer:
@@ -98,7 +110,7 @@ def tuned_optimizer(
 
 
 def proposition_2(
-    lab: Lab, task: Dynamics, steps: int, *, features: Features | None = None
+    lab: Lab, task: Dynamics, steps: int, *, features: Target | None = None
 ) -> dict[str, Named]:
     """Losses of tuned Proposition 2 by time: "newest" with all pairs, "dropped" without the newest, as released."""
     losses = {}

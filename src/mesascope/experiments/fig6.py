@@ -2,12 +2,13 @@
 
 from functools import partial
 
-from mesascope.analysis.targets import stacked, teacher_features
+from mesascope.analysis.targets import Target, stacked
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import (
     LAM,
-    Features,
+    SIXTEEN_TOKENS,
+    TRUE_FEATURES,
     by_time,
     depth_claims,
     depth_panels,
@@ -22,8 +23,8 @@ from mesascope.experiments.panels import Curves, Panel
 from mesascope.experiments.results import Arrays, Result
 
 LAYERS = (3, 7, 12)
-# The released controls of partially observed systems regress on 16 tokens, their probes look for 5, with this λ.
-STACKED, PROBED, PARTIAL_LAM = 16, 5, 0.1
+# The released probes of partially observed systems look for 5 tokens, with this λ.
+PROBED, PARTIAL_LAM = 5, 0.1
 LATE = 15
 """From this context length on curves are compared point by point."""
 # The authors' mean loss over that of their control, minus 1. Their control with all pairs was recomputed from its
@@ -37,7 +38,7 @@ def losses(lab: Lab) -> Arrays:
     return {f"softmax-{layers}": model_losses(lab, lab.trained(f"softmax-{layers}")) for layers in LAYERS}
 
 
-def steps(lab: Lab, *, name: str, layers: int, features: Features | None = None) -> Arrays:
+def steps(lab: Lab, *, name: str, layers: int, features: Target | None = None) -> Arrays:
     """As many tuned steps of Proposition 2 as layers: coefficients for all but the last, which is a gradient step."""
     found = proposition_2(lab, lab.config(name).task, layers - 1, features=features)
     return {f"proposition_2_{layers}_{which}": of for which, of in found.items()}
@@ -48,7 +49,7 @@ def task_losses(lab: Lab, *, name: str) -> Arrays:
     return {"softmax-7": model_losses(lab, lab.trained(name))}
 
 
-def probes(lab: Lab, *, name: str = "softmax-7", lam: float = LAM, inputs: Features | None = None) -> Arrays:
+def probes(lab: Lab, *, name: str = "softmax-7", lam: float = LAM, inputs: Target | None = None) -> Arrays:
     """Probes of seven layers by layer and context length."""
     return depth_probes(lab, lab.trained(name), lam=lam, inputs=inputs)
 
@@ -167,7 +168,7 @@ EXPERIMENTS = {
         "partial-softmax-7",
         "si-partial",
         "si-partial",
-        f"{STACKED} tokens at a time",
+        "16 tokens at a time",
         "probes and steps of Proposition 2, partial observation",
         (
             "When states are observed only in part, the method of Proposition 2 has to regress on several past tokens. "
@@ -175,7 +176,7 @@ EXPERIMENTS = {
             "is close to that of seven steps."
         ),
         probes=partial(probes, name="partial-softmax-7", lam=PARTIAL_LAM, inputs=stacked(PROBED)),
-        steps=partial(steps, name="partial-softmax-7", layers=7, features=stacked(STACKED)),
+        steps=partial(steps, name="partial-softmax-7", layers=7, features=SIXTEEN_TOKENS),
     ),
     "si-nonlinear": _task(
         "nonlinear-softmax-7",
@@ -188,7 +189,7 @@ EXPERIMENTS = {
             "preconditioned features can be read better, and the loss is that of seven steps of Proposition 2 on true "
             "features."
         ),
-        probes=partial(probes, name="nonlinear-softmax-7", inputs=teacher_features()),
-        steps=partial(steps, name="nonlinear-softmax-7", layers=7, features=teacher_features()),
+        probes=partial(probes, name="nonlinear-softmax-7", inputs=TRUE_FEATURES),
+        steps=partial(steps, name="nonlinear-softmax-7", layers=7, features=TRUE_FEATURES),
     ),
 }

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import (
     LAM,
+    SIXTEEN_TOKENS,
+    TRUE_FEATURES,
     algorithm_losses,
     by_time,
     contexts,
@@ -21,8 +23,6 @@ from mesascope.experiments.common import (
 from mesascope.experiments.lab import Lab
 from mesascope.experiments.panels import Curves, Panel
 from mesascope.experiments.results import Arrays, Result
-from mesascope.tasks.dynamics import Trajectories
-from mesascope.tasks.tokens import Stacked
 from mesascope.theory.solvers import Ridge
 
 SOURCE = "Fig. 7"
@@ -30,16 +30,6 @@ STEPS = 6
 """Coefficients of Proposition 2: seven layers are six of each kind and the last product."""
 FULL = ("softmax-3", "softmax-7", "softmax-12", "hybrid-mesa")
 OTHERS = ("softmax-7", "hybrid-mesa")
-
-
-def sixteen(drawn: Trajectories) -> Float[Array, "batch time key"]:
-    """16 observations at a time, the number the released code uses."""
-    return Stacked(k=16)(drawn.observations).tokens
-
-
-def true_features(drawn: Trajectories) -> Float[Array, "batch time key"]:
-    """What the generator itself computes of the state."""
-    return drawn.features[:, :-1]
 
 
 def full(lab: Lab) -> Arrays:
@@ -71,7 +61,7 @@ def partial_raw(lab: Lab) -> Arrays:
 
 def partial_stacked(lab: Lab) -> Arrays:
     """Proposition 2 on 16 observations at a time."""
-    found = proposition_2(lab, lab.config("partial-softmax-7").task, STEPS, features=sixteen)
+    found = proposition_2(lab, lab.config("partial-softmax-7").task, STEPS, features=SIXTEEN_TOKENS)
     return {f"partial_stacked_{name}": losses for name, losses in found.items()}
 
 
@@ -84,7 +74,7 @@ def nonlinear_control(lab: Lab) -> Arrays:
     """Proposition 2 on observations and on the generator's own features of them."""
     task = lab.config("nonlinear-softmax-7").task
     arrays = {}
-    for name, features in (("raw", None), ("features", true_features)):
+    for name, features in (("raw", None), ("features", TRUE_FEATURES)):
         found = proposition_2(lab, task, STEPS, features=features)
         arrays |= {f"nonlinear_{name}_{newest}": losses for newest, losses in found.items()}
     return arrays
