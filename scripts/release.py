@@ -30,7 +30,9 @@ def main(options: Release) -> None:
     for name in options.names:
         run = find(name, runs=options.runs)
         path = released.weights_path(run.config.name)
-        released.write_model(path, run.models(), run.config, seed=options.seed, half=options.half)
+        released.write_model(
+            path, run.models(), run.config, made=run.provenance, seed=options.seed, half=options.half
+        )
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 

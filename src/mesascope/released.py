@@ -1,8 +1,10 @@
 """What comes with the repository: one trained model of each kind, the arrays behind the figures, the claims."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +36,25 @@ def names() -> list[str]:
 
 
 def write_model(
-    path: Path, models: Transformer, config: Config, *, seed: int = 0, half: bool = False
+    path: Path,
+    models: Transformer,
+    config: Config,
+    *,
+    made: Mapping[str, Any],
+    seed: int = 0,
+    half: bool = False,
 ) -> None:
     """One of the trained models, without the others.
 
     Args:
+        made: what the models were made with (`run.provenance`); its command, which names files, is left out.
         half: as bfloat16, half the size.
     """
     kind = ml_dtypes.bfloat16 if half else np.float32
     one = jax.tree.map(lambda leaf: np.asarray(leaf[seed : seed + 1]).astype(kind), models)
     config = with_train(config, seeds=1, first_seed=config.train.first_seed + seed)
-    store.write_arrays(path, one, config=json.dumps(store.to_dict(config)))
+    made = {name: value for name, value in made.items() if name != "command"}
+    store.write_arrays(path, one, config=json.dumps(store.to_dict(config)), made=json.dumps(made))
 
 
 def read_model(path: Path) -> tuple[Transformer, Config]:

@@ -17,7 +17,7 @@ from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError
 from mesascope.experiments.panels import Curves, Line, Maps, blend, draw
 from mesascope.experiments.results import Named
-from mesascope.store import StoreError
+from mesascope.store import StoreError, read_metadata
 
 SMOKE = SCALES["smoke"]
 
@@ -180,9 +180,13 @@ def test_released_models_are_those_of_their_names(tmp_path):
         trained = lab.trained(name)
         assert trained.config.name == name
         assert trained.config.train.seeds == 1
+        made = json.loads(read_metadata(released.weights_path(name))["made"])
+        assert {"source", "git", "device", "precision"} <= made.keys()
     models, config = released.read_model(released.weights_path("linear-1"))
     for half, tolerance in ((False, 0), (True, 2**-8)):
-        released.write_model(tmp_path / "a.safetensors", models, config, half=half)
+        made = {"device": "a device", "command": ["/somewhere"]}
+        released.write_model(tmp_path / "a.safetensors", models, config, made=made, half=half)
+        assert json.loads(read_metadata(tmp_path / "a.safetensors")["made"]) == {"device": "a device"}
         again, same = released.read_model(tmp_path / "a.safetensors")
         assert same == config
         a, b = models.layers[0].queries, again.layers[0].queries
