@@ -301,7 +301,7 @@ def _train(
         while True:
             if (step % train.eval_every == 0 or step == train.steps) and log.last_step != step:
                 with clock.busy("evaluate"):
-                    losses = np.asarray(trainer.evaluate(state.models) @ trainer.predicts)
+                    losses = np.asarray(trainer.evaluate(state.models)) @ trainer.predicts
                 if not np.isfinite(losses).all():
                     raise _diverged(run, trainer, np.where(np.isfinite(losses), -1, step))
                 since = step - (log.last_step or 0)
@@ -342,10 +342,10 @@ def _train(
     timing = clock.account(train.steps - first)
     run._save(state)
     store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
-    by_position = trainer.evaluate_finally(state.models)
+    by_position = np.asarray(trainer.evaluate_finally(state.models))
     result = dict(
-        loss=np.asarray(by_position @ trainer.predicts).tolist(),
-        loss_by_position=np.asarray(by_position).tolist(),
+        loss=(by_position @ trainer.predicts).tolist(),
+        loss_by_position=by_position.tolist(),
         sequences=train.final_sequences,
     )
     store.write_json(run.path / "timing.json", timing)
