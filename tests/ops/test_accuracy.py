@@ -22,7 +22,12 @@ LAMS = (1e-2, 1.0, 10.0, 1e3)
 TIMES = (1, 2, 63, 64, 100, 1024, 4096)
 WIDTHS = (1, 20, 64, 128, 384)
 NAMES = ("output", "∂q", "∂k", "∂v", "∂λ")
-OURS, FUSED, CLASSICAL = "mesa, chunked", "mesa, fused kernels", "autodiff of the scan"
+OURS, PREFIX, FUSED, CLASSICAL = (
+    "mesa, chunked",
+    "mesa, prefix",
+    "mesa, fused kernels",
+    "autodiff of the scan",
+)
 
 
 def exact(inputs, lam):
@@ -57,6 +62,12 @@ SAMPLE = {shape: _rng.sample(CELLS, 5) for shape in sorted(_rng.sample(_affordab
 def test_at_most_four_times_the_classical_error_in_a_sample(shape):
     for kind, lam in (CORNERS | SAMPLE)[shape]:
         assert_within_bound(kind, lam, *shape)
+
+
+@pytest.mark.parametrize("shape", [(100, 20), pytest.param((1024, 64), marks=pytest.mark.slow)], ids=str)
+def test_the_same_without_a_loop_over_chunks(shape):
+    for kind, lam in CELLS:
+        assert_within_bound(kind, lam, *shape, PREFIX)
 
 
 # Every case of a shape in one test: a shape compiles once.

@@ -34,7 +34,7 @@ def default_chunk_size(time: int, key: int, decays: bool, parallel: bool) -> int
     """About as many tokens as keys are wide, on a GPU more; evenly filled; fewer where forgetting narrows them."""
     if decays:
         longest = 16
-    elif parallel:  # H = R⁻¹ between chunks is known to ε‖H‖ only: let them fill it
+    elif parallel:
         longest = min(max(2 * key, 16), 128)
     else:
         longest = 64 if jax.default_backend() == "gpu" else min(max(key, 16), 32)
@@ -151,36 +151,56 @@ def _walk(
 def _jump(
     seq: Sequence, q: Array, k: Array, v: Array, w: Array | None, at: Chunks
 ) -> tuple[Array, State, Saved]:
-    """All chunks at once: boundary states from prefix sums of the information H = R⁻¹ and S = ΦH."""
-    d = k.shape[-1]
-    eye = jnp.eye(d, dtype=k.dtype)
-    scale = jnp.sqrt(seq.lam)
-    # In units where R_0 = I: keys k·√λ and H ≥ I for every fresh run.
-    kn = keep(at.last, scaled(w, k) * scale[:, None, None, :])
-    total = 1.0 if at.total is None else jnp.exp(at.total)[..., None, None]
-    gram, moment = matmul(transpose(kn), kn), matmul(transpose(scaled(w, v)), kn)
-    if at.through is not None:
-        gram = gram + jnp.where(at.through[..., None, None], 0.0, eye)
-    h0 = jnp.broadcast_to(eye, (k.shape[0], d, d))
-    s0 = jnp.zeros((k.shape[0], v.shape[-1], d), k.dtype)
-    if seq.factor is not None and seq.weights is not None:
-        inverse = jnp.linalg.inv(seq.factor) * scale[:, None, :]
-        h0 = matmul(transpose(inverse), inverse)
-        s0 = matmul(seq.weights / scale[:, None, :], h0)
-    h, h_final = recurrence(at.step(k), total * gram, h0, False, True)
-    s, s_final = recurrence(at.step(k), total * moment, s0, False, True)
-    h, s = (jnp.concatenate([a, b[:, None]], 1) for a, b in ((h, h_final), (s, s_final)))
-    # `inverse_cholesky` wants a matrix ≥ I. A fresh H is; one that decayed, or came in, is scaled to be so nearly.
-    low = jnp.min(jnp.diagonal(h, axis1=-2, axis2=-1), -1)[..., None, None]
-    floor = jnp.ones_like(low) if at.total is None and seq.factor is None else low * jnp.finfo(k.dtype).eps
-    inverse = inverse_cholesky(h / floor)
-    root = transpose(inverse) / jnp.sqrt(floor)
-    weights_t = matmul(matmul(root, transpose(root)), transpose(s)) * scale[:, None, :, None]
-    states = State(scale[:, None, :, None] * root, weights_t)
-    before = State(*(a[:, :-1] for a in states))
+    """All chunks at once."""
+    before, final = _boundary_states(seq, k, v, w, at)
     mt, e, g_inverse_t, _ = _whiten(k, v, w, at, before, seq.lam[:, None])
     saved = Saved(mt, e, g_inverse_t, before if _stores_states(at) else None)
-    return _attend(q, at, before.weights_t, mt, e), State(*(a[:, -1] for a in states)), saved
+    return _attend(q, at, before.weights_t, mt, e), final, saved
+
+
+def _boundary_states(seq: Sequence, k: Array, v: Array, w: Array | None, at: Chunks) -> tuple[State, State]:
+    """The states before all chunks, and after the last, from prefix sums of the information H = R⁻¹ and S = ΦH.
+
+    Such sums know H to ε‖H‖, and so its inverse to ε times its condition number, where a walk with square roots would
+    know it to the root of that. Hence float64, even where a user has not enabled it, for this step alone.
+    """
+    dtype = k.dtype
+    with jax.enable_x64(True):
+        seq, k, v, w, at = (_cast(a, jnp.float64) for a in (seq, k, v, w, at))
+        d = k.shape[-1]
+        eye = jnp.eye(d, dtype=k.dtype)
+        scale = jnp.sqrt(seq.lam)
+        # In units where R_0 = I: keys k·√λ and H ≥ I for every fresh run.
+        kn = keep(at.last, scaled(w, k) * scale[:, None, None, :])
+        total = 1.0 if at.total is None else jnp.exp(at.total)[..., None, None]
+        gram, moment = matmul(transpose(kn), kn), matmul(transpose(scaled(w, v)), kn)
+        if at.through is not None:
+            gram = gram + jnp.where(at.through[..., None, None], 0.0, eye)
+        h0 = jnp.broadcast_to(eye, (k.shape[0], d, d))
+        s0 = jnp.zeros((k.shape[0], v.shape[-1], d), k.dtype)
+        if seq.factor is not None and seq.weights is not None:
+            inverse = jnp.linalg.inv(seq.factor) * scale[:, None, :]
+            h0 = matmul(transpose(inverse), inverse)
+            s0 = matmul(seq.weights / scale[:, None, :], h0)
+        h, h_final = recurrence(at.step(k), total * gram, h0, False, True)
+        s, s_final = recurrence(at.step(k), total * moment, s0, False, True)
+        h, s = (jnp.concatenate([a, b[:, None]], 1) for a, b in ((h, h_final), (s, s_final)))
+        # `inverse_cholesky` wants a matrix ≥ I. A fresh H is; one that decayed, or came in, is scaled to be so nearly.
+        low = jnp.min(jnp.diagonal(h, axis1=-2, axis2=-1), -1)[..., None, None]
+        floor = (
+            jnp.ones_like(low) if at.total is None and seq.factor is None else low * jnp.finfo(k.dtype).eps
+        )
+        root = transpose(inverse_cholesky(h / floor)) / jnp.sqrt(floor)
+        weights_t = matmul(matmul(root, transpose(root)), transpose(s)) * scale[:, None, :, None]
+        states = _cast(State(scale[:, None, :, None] * root, weights_t), dtype)
+    return State(*(a[:, :-1] for a in states)), State(*(a[:, -1] for a in states))
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    """All that is floating to one dtype."""
+    return jax.tree.map(
+        lambda a: jax.lax.convert_element_type(a, dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree
+    )
 
 
 def _forward(seq: Sequence, size: int, parallel: bool) -> tuple[Array, State, Saved]:

@@ -47,9 +47,9 @@ class Chunked:
 class Prefix:
     """The same with every chunk's initial state from prefix sums: no loop over chunks.
 
-    More work, but all of it parallel, and sequences can be sharded over devices. At large λ‖k‖² it is less accurate
-    than `Chunked`, much less where keys are nearly rank deficient or a chunk holds fewer than they are wide. With
-    `log_decay`, keep the decay within a chunk moderate (a smaller `chunk_size`): there is no fallback here.
+    More work, but all of it parallel, and sequences can be sharded over devices. The sums and their inverses are in
+    float64, whatever the inputs are: in float32, 1/λ would drown in them. With `log_decay`, keep the decay within a
+    chunk moderate (a smaller `chunk_size`): there is no fallback here.
 
     Attributes:
         chunk_size: tokens per chunk; by default up to twice the key width, at most 128, and 16 with `log_decay`.
