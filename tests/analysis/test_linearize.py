@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mesascope.analysis.linearize import (
+    FURTHER,
     RATES,
     LinearLayer,
     Recorded,
@@ -68,6 +69,16 @@ def test_a_linear_layer_costs_nothing():
     assert np.max(found.residual) < 1e-3
     assert np.max(found.least) < 1e-3
     assert found.plot() is not None
+
+
+def test_rates_beyond_those_given_are_tried_where_the_best_is_at_the_end():
+    """Far too small ones: every step up is a better one, as long as there are any."""
+    planted = stack([gradient_descent(N, (0.1,)).model])
+    few = dict(heads=1, key_dim=4, steps=20, pilot=1.0, batch_size=16, test_sequences=16)
+    found = linearize(planted, sample, layer_sites(planted), rates=(1e-6, 1e-5), **few, key=jax.random.key(0))
+    assert found.rate.item() == pytest.approx(1e-5 * 10**FURTHER)
+    alone = linearize(planted, sample, layer_sites(planted), rates=(1e-6,), **few, key=jax.random.key(0))
+    assert alone.rate.item() == pytest.approx(1e-6)
 
 
 def test_closed_form_is_exact():

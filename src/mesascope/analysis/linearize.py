@@ -200,6 +200,7 @@ class Linearization(Result):
 
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+FURTHER = 4  # rates beyond those asked for, at most
 # Batches on which outputs are solved for in closed form.
 SOLVE = 8
 
@@ -228,7 +229,8 @@ def linearize(
         trace: `trace(model, tokens, edit={path: function})`, predictions and activations by path.
         heads, key_dim: of the linear layers.
         steps: of Adam, its rate falling to zero along a cosine.
-        rates: to choose from; the tool warns nobody, but `rate` shows when one at the edge was best.
+        rates: to choose from, at first. Where the best of several is the smallest or the largest, further ones are
+            tried beyond it.
         pilot: the part of `steps` for which each rate is tried.
         test_sequences: on which residuals and losses are measured, in batches.
     """
@@ -275,15 +277,7 @@ def linearize(
 
     each = jax.vmap(jax.vmap(start))(jax.random.split(start_key, (seeds, depth)))
 
-    # Each rate for a while, all at once.
-    many = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(rates), *a.shape)), each)
-    tried = jnp.broadcast_to(jnp.asarray(rates, dtype)[:, None, None], (len(rates), seeds, depth))
-    short = max(10, int(pilot * steps))
-    _, curve = _descend(many, tried, draw, heads, short, pilot_key)
-    late = np.asarray(jnp.mean(curve[-max(1, short // 5) :], 0))
-    chosen = np.argmin(np.where(np.isfinite(late), late, np.inf), 0)
-    rate = np.asarray(rates)[chosen]
-
+    rate = _best_rates(each, draw, heads, max(10, int(pilot * steps)), rates, pilot_key)
     one = jax.tree.map(lambda a: a[None], each)
     found, _ = _descend(one, jnp.asarray(rate, dtype)[None], draw, heads, steps, run_key)
     found = jax.tree.map(lambda a: a[0], found)
@@ -364,6 +358,34 @@ def _matmul(a: Array, b: Array) -> Array:
 
 def _squares(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, ""]:
     return jnp.mean(half_squared_errors(attend(layer, heads, recorded), recorded.outputs))
+
+
+def _best_rates(
+    layers: LinearLayer,
+    draw: Callable[[PRNGKeyArray], Recorded],
+    heads: int,
+    steps: int,
+    rates: Sequence[float],
+    key: PRNGKeyArray,
+) -> Float[np.ndarray, "seed layer"]:
+    """For each layer, the rate with which it comes furthest in so many steps."""
+    new, known = sorted(rates), dict[float, np.ndarray]()
+    while True:
+        # All new ones at once.
+        many = jax.tree.map(lambda *copies: jnp.stack(copies), *[layers] * len(new))
+        shape = (len(new), *layers.queries.shape[:2])
+        tried = jnp.broadcast_to(jnp.asarray(new, layers.queries.dtype)[:, None, None], shape)
+        _, curve = _descend(many, tried, draw, heads, steps, key)
+        late = np.asarray(jnp.mean(curve[-max(1, steps // 5) :], 0))
+        known |= dict(zip(new, np.where(np.isfinite(late), late, np.inf), strict=True))
+        order = sorted(known)
+        best = np.argmin([known[rate] for rate in order], 0)
+        new = []
+        if len(rates) > 1 and len(known) < len(rates) + FURTHER:
+            new += [order[0] ** 2 / order[1]] * bool((best == 0).any())
+            new += [order[-1] ** 2 / order[-2]] * bool((best == len(order) - 1).any())
+        if not new:
+            return np.asarray(order)[best]
 
 
 def _descend(
