@@ -21,6 +21,7 @@ KINDS = ("gaussian", "unit", "dynamics", "deficient")
 LAMS = (1e-2, 1.0, 10.0, 1e3)
 TIMES = (1, 2, 63, 64, 100, 1024, 4096)
 WIDTHS = (1, 20, 64, 128, 384)
+FLOOR = 2e-6
 NAMES = ("output", "∂q", "∂k", "∂v", "∂λ")
 OURS, PREFIX, FUSED, CLASSICAL = (
     "mesa, chunked",
@@ -40,11 +41,14 @@ def exact(inputs, lam):
 def assert_within_bound(kind, lam, time, width, op=OURS):
     inputs = sequences(16, time, width, kind=kind)
     truth = exact(inputs, lam)
-    ours, classical = (errors(name, inputs, lam, truth) for name in (op, CLASSICAL))
-    for name, error, base in zip(NAMES, ours, classical, strict=True):
-        # The classical recursion's gradient can be NaN; then its worst finite error is the measure.
-        base = np.nanmax(classical) if np.isnan(base) else base
-        assert error <= max(4 * base, 2e-6), f"{kind} λ={lam} {name}: {error:.1e}, classical {base:.1e}"
+    ours = errors(op, inputs, lam, truth)
+    # The classical recursion is slow: asked only where the floor does not settle it (NaN included).
+    if not all(error <= FLOOR for error in ours):
+        classical = errors(CLASSICAL, inputs, lam, truth)
+        for name, error, base in zip(NAMES, ours, classical, strict=True):
+            # The classical recursion's gradient can be NaN; then its worst finite error is the measure.
+            base = np.nanmax(classical) if np.isnan(base) else base
+            assert error <= max(4 * base, FLOOR), f"{kind} λ={lam} {name}: {error:.1e}, classical {base:.1e}"
     if kind == "unit" and lam <= 10:
         assert max(ours) <= 1e-5, ours
 
