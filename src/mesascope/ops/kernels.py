@@ -1,4 +1,4 @@
-"""What the fused kernels share: tiles, exact products, and one program per head.
+"""What the fused kernels share: tiles, exact products, and one program per head or per block of its tokens.
 
 They are written in JAX Pallas and compiled by its Triton backend, which jax 0.11 calls deprecated. Nothing imports this
 module until a kernel runs, and every operation that has one has another way.
@@ -30,7 +30,11 @@ def indices(n: int) -> Array:
 
 
 def loop(count: int, body: Callable, carry: Any) -> Any:
-    return lax.fori_loop(0, count, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
+    return loop_between(0, count, body, carry)
+
+
+def loop_between(start: Any, stop: Any, body: Callable, carry: Any) -> Any:
+    return lax.fori_loop(start, stop, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
@@ -90,16 +94,28 @@ def call(
         kernel: takes a dictionary of references, without that axis: the inputs that are not None by their names, the
             outputs by theirs with `new_` before them.
     """
+    return call_by_block(lambda refs, _: kernel(refs), inputs, outputs, blocks=1, warps=warps)
+
+
+def call_by_block(
+    kernel: Callable[[dict[str, Any], Any], None],
+    inputs: dict[str, Array | None],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    blocks: int,
+    warps: int,
+) -> dict[str, Array]:
+    """The same with so many programs per entry, side by side: `kernel` also takes the number of its block."""
     given = {name: array for name, array in inputs.items() if array is not None}
 
     def spec(array: Any) -> pl.BlockSpec:
         rest = len(array.shape) - 1
-        return pl.BlockSpec((None, *array.shape[1:]), lambda i: (i, *(0,) * rest))
+        return pl.BlockSpec((None, *array.shape[1:]), lambda i, _: (i, *(0,) * rest))
 
     names = [*given, *("new_" + name for name in outputs)]
     results = pl.pallas_call(
-        lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-        grid=(next(iter(outputs.values())).shape[0],),
+        lambda *refs: kernel(dict(zip(names, refs, strict=True)), pl.program_id(1)),
+        grid=(next(iter(outputs.values())).shape[0], blocks),
         in_specs=[spec(a) for a in given.values()],
         out_specs=[spec(a) for a in outputs.values()],
         out_shape=list(outputs.values()),

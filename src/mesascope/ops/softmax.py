@@ -1,4 +1,4 @@
-"""Causal softmax attention with its gradient in closed form, and as one fused GPU kernel where sequences are short."""
+"""Causal softmax attention with its gradient in closed form, and as fused GPU kernels."""
 
 import math
 from typing import Any
@@ -11,7 +11,8 @@ from mesascope.ops.gradients import with_closed_form
 from mesascope.ops.methods import has_kernels
 
 HIGHEST = jax.lax.Precision.HIGHEST
-_LONGEST, _WIDEST = 64, 64  # what one program of the fused kernel takes
+_BLOCK = 64  # tokens that one program of the fused kernels takes at once
+_LONGEST, _WIDEST = 64, 64  # up to which they are chosen
 
 
 def causal_softmax(
@@ -72,70 +73,157 @@ def _heads(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], dict[str, Any
     return leading, dict(zip("qkv", flat, strict=True))
 
 
+class _Tiles:
+    """How the kernels cut a head into blocks of tokens, and how they read one.
+
+    Attributes:
+        size: tokens of a block.
+        blocks: of a head; a program is one of them, and loops over those that it sees or is seen by.
+    """
+
+    def __init__(self, time: int, key: int, value: int):
+        from mesascope.ops import kernels  # its compiler is not everywhere
+
+        self.kernels = kernels
+        self.time, self.key, self.value = time, key, value
+        self.size = min(_BLOCK, kernels.padded(time))
+        self.blocks = -(-time // self.size)
+
+    # Made within a kernel, which may not bring constants along.
+
+    @property
+    def rows(self) -> Array:
+        return self.kernels.indices(self.kernels.padded(self.key))
+
+    @property
+    def columns(self) -> Array:
+        return self.kernels.indices(self.kernels.padded(self.value))
+
+    def call(self, kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Array]:
+        warps = 4 if max(self.key, self.value) <= 32 or self.blocks == 1 else 8
+        return self.kernels.call_by_block(kernel, inputs, outputs, blocks=self.blocks, warps=warps)
+
+    def tokens(self, block: Any) -> Array:
+        return block * self.size + self.kernels.indices(self.size)
+
+    def load(self, ref: Any, tokens: Array, columns: Array) -> Array:
+        return self.kernels.load(ref, tokens, columns, (self.time, ref.shape[-1]))
+
+    def store(self, ref: Any, tokens: Array, columns: Array, value: Array) -> None:
+        self.kernels.store(ref, tokens, columns, (self.time, ref.shape[-1]), value)
+
+    def queries(self, refs: dict[str, Any], tokens: Array) -> Array:
+        return self.load(refs["q"], tokens, self.rows) * (1 / math.sqrt(self.key))
+
+    def scores(self, queries: Array, seeing: Array, keys: Array, seen: Array) -> Array:
+        return jnp.where(seeing[:, None] >= seen[None, :], self.kernels.dot(queries, keys, (1, 1)), -jnp.inf)
+
+    def over(self, start: Any, stop: Any, body: Any, carry: Any) -> Any:
+        """A loop over blocks, or what is left of it where there is only one."""
+        return body(0, carry) if self.blocks == 1 else self.kernels.loop_between(start, stop, body, carry)
+
+
 def _remembering(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Outputs, and the logarithm of each row's sum of exponentials."""
-    from mesascope.ops import kernels  # its compiler is not everywhere
+    """Outputs, and the logarithm of each row's sum of exponentials.
 
+    Sums run over blocks of keys, relative to the largest exponent so far: they shrink when a larger one appears.
+    """
     leading, heads = _heads(q, k, v)
-    (batch, time, _), dv = heads["q"].shape, v.shape[-1]
+    (batch, time, d), dv = heads["q"].shape, v.shape[-1]
+    tiles = _Tiles(time, d, dv)
 
-    def kernel(refs: dict[str, Any]) -> None:
-        tokens, _, _, v, s = _scores(kernels, refs, time)
-        largest = jnp.max(s, 1)
-        p = jnp.exp(s - largest[:, None])
-        total = jnp.sum(p, 1)
-        columns = kernels.indices(kernels.padded(dv))
-        kernels.store(refs["new_out"], tokens, columns, (time, dv), kernels.dot(p, v) / total[:, None])
-        kernels.store_vector(refs["new_log_sum"], tokens, time, largest + jnp.log(total))
+    def kernel(refs: dict[str, Any], block: Any) -> None:
+        tokens = tiles.tokens(block)
+        q = tiles.queries(refs, tokens)
+
+        def visit(other: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            out, total, largest = carry
+            seen = tiles.tokens(other)
+            s = tiles.scores(q, tokens, tiles.load(refs["k"], seen, tiles.rows), seen)
+            new_largest = jnp.maximum(largest, jnp.max(s, 1))
+            p, shrunk = jnp.exp(s - new_largest[:, None]), jnp.exp(largest - new_largest)
+            out = shrunk[:, None] * out + tiles.kernels.dot(p, tiles.load(refs["v"], seen, tiles.columns))
+            return out, shrunk * total + jnp.sum(p, 1), new_largest
+
+        nothing = jnp.zeros((tiles.size,), q.dtype)
+        start = (jnp.zeros((tiles.size, len(tiles.columns)), q.dtype), nothing, nothing - jnp.inf)
+        out, total, largest = tiles.over(0, block + 1, visit, start)
+        tiles.store(refs["new_out"], tokens, tiles.columns, out / total[:, None])
+        tiles.kernels.store_vector(refs["new_log_sum"], tokens, time, largest + jnp.log(total))
 
     outputs = dict(
         out=jax.ShapeDtypeStruct((batch, time, dv), q.dtype),
         log_sum=jax.ShapeDtypeStruct((batch, time), q.dtype),
     )
-    results = kernels.call(kernel, heads, outputs, warps=4)
+    results = tiles.call(kernel, heads, outputs)
     return results["out"].reshape(*leading, time, dv), results["log_sum"].reshape(*leading, time)
 
 
-def _scores(kernels: Any, refs: dict[str, Any], time: int) -> tuple[Array, ...]:
-    """Token numbers, queries, keys, values and masked exponents of one head."""
-    d, dv = refs["q"].shape[-1], refs["v"].shape[-1]
-    tokens = kernels.indices(kernels.padded(time))
-    rows, columns = kernels.indices(kernels.padded(d)), kernels.indices(kernels.padded(dv))
-    q, k = (kernels.load(refs[name], tokens, rows, (time, d)) for name in "qk")
-    v = kernels.load(refs["v"], tokens, columns, (time, dv))
-    q = q * (1 / math.sqrt(d))
-    visible = tokens[:, None] >= tokens[None, :]
-    return tokens, q, k, v, jnp.where(visible, kernels.dot(q, k, (1, 1)), -jnp.inf)
-
-
-def _gradients(q: Array, k: Array, v: Array, log_sum: Array, out_bar: Array) -> tuple[Array, Array, Array]:
-    from mesascope.ops import kernels
-
+def _gradients(
+    q: Array, k: Array, v: Array, log_sum: Array, out: Array, out_bar: Array
+) -> tuple[Array, Array, Array]:
+    """From the outputs' cotangents to those of q, k and v: a sum over the past for q, over the future for k and v."""
     leading, heads = _heads(q, k, v)
     (batch, time, d), dv = heads["q"].shape, v.shape[-1]
+    tiles = _Tiles(time, d, dv)
+    alone = tiles.blocks == 1
+    dot = tiles.kernels.dot
 
-    def kernel(refs: dict[str, Any]) -> None:
-        tokens, q, k, v, s = _scores(kernels, refs, time)
-        rows, columns = kernels.indices(kernels.padded(d)), kernels.indices(kernels.padded(dv))
-        bar = kernels.load(refs["bar"], tokens, columns, (time, dv))
-        p = jnp.exp(s - kernels.load_vector(refs["log_sum"], tokens, time)[:, None])
-        p_bar = kernels.dot(bar, v, (1, 1))
-        s_bar = p * (p_bar - jnp.sum(p * p_bar, 1)[:, None])
-        q_bar = kernels.dot(s_bar, k) * (1 / math.sqrt(d))
-        kernels.store(refs["new_q"], tokens, rows, (time, d), q_bar)
-        kernels.store(refs["new_k"], tokens, rows, (time, d), kernels.dot(s_bar, q, (0, 0)))
-        kernels.store(refs["new_v"], tokens, columns, (time, dv), kernels.dot(p, bar, (0, 0)))
+    def pulled(refs: dict[str, Any], seeing: Array, q: Array, k: Array, v: Array, seen: Array):
+        """The weights p, their logits' cotangent, and the outputs' cotangent."""
+        bar = tiles.load(refs["bar"], seeing, tiles.columns)
+        log_sum = tiles.kernels.load_vector(refs["log_sum"], seeing, time)
+        p = jnp.exp(tiles.scores(q, seeing, k, seen) - log_sum[:, None])
+        p_bar = dot(bar, v, (1, 1))
+        # Σ_i p_ti p̄_ti = ō_tᵀo_t
+        offset = jnp.sum(p * p_bar, 1) if alone else tiles.kernels.load_vector(refs["offset"], seeing, time)
+        return p, p * (p_bar - offset[:, None]), bar
+
+    def kernel_of_keys(refs: dict[str, Any], block: Any) -> None:
+        seen = tiles.tokens(block)
+        k, v = tiles.load(refs["k"], seen, tiles.rows), tiles.load(refs["v"], seen, tiles.columns)
+
+        def visit(other: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            k_bar, v_bar = carry
+            seeing = tiles.tokens(other)
+            q = tiles.queries(refs, seeing)
+            p, s_bar, bar = pulled(refs, seeing, q, k, v, seen)
+            if alone:
+                tiles.store(refs["new_q"], seeing, tiles.rows, dot(s_bar, k) * (1 / math.sqrt(d)))
+            return k_bar + dot(s_bar, q, (0, 0)), v_bar + dot(p, bar, (0, 0))
+
+        k_bar, v_bar = tiles.over(block, tiles.blocks, visit, (jnp.zeros_like(k), jnp.zeros_like(v)))
+        tiles.store(refs["new_k"], seen, tiles.rows, k_bar)
+        tiles.store(refs["new_v"], seen, tiles.columns, v_bar)
+
+    def kernel_of_queries(refs: dict[str, Any], block: Any) -> None:
+        seeing = tiles.tokens(block)
+        q = tiles.queries(refs, seeing)
+
+        def visit(other: Any, q_bar: Array) -> Array:
+            seen = tiles.tokens(other)
+            k, v = tiles.load(refs["k"], seen, tiles.rows), tiles.load(refs["v"], seen, tiles.columns)
+            return q_bar + dot(pulled(refs, seeing, q, k, v, seen)[1], k)
+
+        q_bar = tiles.over(0, block + 1, visit, jnp.zeros_like(q))
+        tiles.store(refs["new_q"], seeing, tiles.rows, q_bar * (1 / math.sqrt(d)))
 
     inputs = heads | dict(bar=out_bar.reshape(batch, time, dv), log_sum=log_sum.reshape(batch, time))
+    if not alone:
+        inputs |= dict(offset=jnp.sum(out_bar * out, -1).reshape(batch, time))
     outputs = {name: jax.ShapeDtypeStruct(heads[name].shape, q.dtype) for name in "qkv"}
-    results = kernels.call(kernel, inputs, outputs, warps=4)
+    if alone:
+        results = tiles.call(kernel_of_keys, inputs, outputs)
+    else:
+        results = tiles.call(kernel_of_keys, inputs, {name: outputs[name] for name in "kv"})
+        results |= tiles.call(kernel_of_queries, inputs, {"q": outputs["q"]})
     q_bar, k_bar, v_bar = (results[name].reshape(*leading, *results[name].shape[1:]) for name in "qkv")
     return q_bar, k_bar, v_bar
 
 
 def _fused_forward(q: Array, k: Array, v: Array):
     out, log_sum = remembering(q, k, v)
-    return out, (q, k, v, log_sum)
+    return out, (q, k, v, log_sum, out)
 
 
 # Second derivatives are left to XLA, with respect to the inputs and not by way of what was saved of them.
@@ -146,9 +234,9 @@ def _pull(q: Array, k: Array, v: Array, out_bar: Array) -> tuple[Array, Array, A
 
 
 def _gradients_backward(saved, bars):
-    q, k, v, log_sum, out_bar = saved
+    q, k, v, log_sum, out, out_bar = saved
     q_bar, k_bar, v_bar, out_bar_bar = jax.vjp(_pull, q, k, v, out_bar)[1](bars)
-    return q_bar, k_bar, v_bar, jnp.zeros_like(log_sum), out_bar_bar
+    return q_bar, k_bar, v_bar, jnp.zeros_like(log_sum), jnp.zeros_like(out), out_bar_bar
 
 
 def _remembering_forward(q: Array, k: Array, v: Array):
@@ -160,13 +248,12 @@ def _remembering_backward(saved, bars):
     return _pull(q, k, v, bars[0])
 
 
-def _gradients_forward(q: Array, k: Array, v: Array, log_sum: Array, out_bar: Array):
-    return _gradients(q, k, v, log_sum, out_bar), (q, k, v, log_sum, out_bar)
+def _gradients_forward(q: Array, k: Array, v: Array, log_sum: Array, out: Array, out_bar: Array):
+    return _gradients(q, k, v, log_sum, out, out_bar), (q, k, v, log_sum, out, out_bar)
 
 
 def _fused_backward(saved, out_bar: Array):
-    q, k, v, log_sum = saved
-    return gradients_of(q, k, v, log_sum, out_bar)
+    return gradients_of(*saved, out_bar)
 
 
 remembering = with_closed_form(_remembering, _remembering_forward, _remembering_backward)
