@@ -147,7 +147,7 @@ class Reproduce:
         page = write_page(outcomes, self.out / "index.html", scale=SCALES[self.preset], differences=different)
         console.print(f"the page: {page}", highlight=False, soft_wrap=True)
         if self.publish is not None:
-            publish(outcomes, self.publish)
+            publish(outcomes, self.publish, self.runs)
         for line in different or ():
             console.print(line, style="red", highlight=False)
         if different:

@@ -30,6 +30,11 @@ def weights_path(name: str) -> Path:
     return directory() / "weights" / f"{name}.safetensors"
 
 
+def tuned_path(name: str) -> Path:
+    """Where numbers that were tuned are, whether or not there are any."""
+    return directory() / "tuned" / f"{name}.safetensors"
+
+
 def names() -> list[str]:
     """The released models."""
     return sorted(path.stem for path in (directory() / "weights").glob("*.safetensors"))

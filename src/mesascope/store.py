@@ -99,9 +99,14 @@ def read_metadata(path: Path) -> dict[str, str]:
     return _open(path)[1]
 
 
+def read_named(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file that `write_arrays` wrote, by the paths of their leaves."""
+    return _open(path)[0]
+
+
 def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:
     """The arrays back in a tree like the one given (of arrays or of shapes); with `any_float`, of any precision."""
-    arrays, _ = _open(path)
+    arrays = read_named(path)
     wanted = _named(like)
     for name in sorted(wanted.keys() ^ arrays.keys()):
         whose = "is missing" if name in wanted else "is not expected"

@@ -16,7 +16,7 @@ from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError
 from mesascope.experiments.panels import Curves, Line, Maps, blend, draw
-from mesascope.experiments.results import Named
+from mesascope.experiments.results import Named, Result
 from mesascope.store import StoreError, read_metadata
 
 SMOKE = SCALES["smoke"]
@@ -115,6 +115,50 @@ def test_out_of_time(tmp_path, figure, console):
         lab.trained("linear-1")
 
 
+def test_what_is_tuned_is_found_once_and_released(tmp_path, monkeypatch):
+    monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
+    found = []
+
+    def find():
+        found.append(1)
+        return {"rate": 0.5, "eos": np.arange(6.0).reshape(2, 3)}
+
+    def lab(scale=SMOKE):
+        return Lab(scale, runs=tmp_path / "runs")
+
+    first = lab()
+    numbers = first.tuned("gd-1", find)
+    assert numbers["rate"] == 0.5
+    assert first.inputs == {"tuned/gd-1": first.digest("tuned/gd-1")}
+    np.testing.assert_array_equal(lab().tuned("gd-1", find)["eos"], numbers["eos"])
+    assert len(found) == 1
+    # Again where the scale is another, where it is for other models, and where the file is damaged.
+    lab(dataclasses.replace(SMOKE, tune_steps=3)).tuned("gd-1", find)
+    for model in ("one", "another", "another"):
+        of = lab()
+        of.inputs = {"runs/model": model}
+        of.tuned("gd-1", find, by_seed=True)
+    assert len(found) == 4
+    path = tmp_path / "runs" / ".tuned" / "smoke" / "gd-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    lab().tuned("gd-1", find)
+    assert len(found) == 5
+    # Released: what belongs to models is not found again, and is there for the first model alone.
+    with pytest.raises(NotReleasedError, match="gd-1"):
+        lab(SCALES["released"]).tuned("gd-1", find, by_seed=True)
+    about = {"one": first.about()}
+    result = Result(figure="own", arrays={}, origin={}, about=about)
+    lab().tuned("gd-1", lambda: {"eos": numbers["eos"]}, by_seed=True)
+    outcome = machinery.Outcome(
+        experiment=experiments.experiment("fig1"), result=result, panels=(), claims=()
+    )
+    machinery.publish([outcome], tmp_path / "results", tmp_path / "runs")
+    np.testing.assert_array_equal(
+        lab(SCALES["released"]).tuned("gd-1", find, by_seed=True)["eos"], numbers["eos"][:1]
+    )
+    assert len(found) == 5
+
+
 def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, console, monkeypatch):
     scale = SCALES["released"]
     monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
@@ -123,7 +167,7 @@ def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, conso
     assert machinery.reproduce(scale=scale, out=tmp_path, console=console) == []
     assert "left out: own: the weights of nothing does not come" in console.export_text()
     outcomes = machinery.reproduce(scale=SMOKE, out=tmp_path, console=console)
-    machinery.publish(outcomes, tmp_path / "results")
+    machinery.publish(outcomes, tmp_path / "results", tmp_path / "runs")
     (outcome,) = machinery.reproduce(scale=scale, out=tmp_path, console=console)
     assert outcome.result.origin == {"first": "recomputed", "second": "stored"}
     assert machinery.against_committed([outcome]) == []

@@ -220,7 +220,7 @@ def linearize(
     test_sequences: int = 640,
     key: PRNGKeyArray,
 ) -> Linearization:
-    """Distil every layer of every model, put each in its place and measure.
+    """Distil every layer of every model, put each in its place and measure: `distil`, then `measure`.
 
     Args:
         models: with a seed axis (`stack([model])` for one).
@@ -234,6 +234,39 @@ def linearize(
         pilot: the part of `steps` for which each rate is tried.
         test_sequences: on which residuals and losses are measured, in batches.
     """
+    distilled = distil(
+        models, sample, sites, trace=trace, heads=heads, key_dim=key_dim, steps=steps, batch_size=batch_size,
+        rates=rates, pilot=pilot, key=key,
+    )  # fmt: skip
+    return measure(
+        models, sample, sites, distilled, trace=trace, heads=heads, batch_size=batch_size,
+        test_sequences=test_sequences, key=key,
+    )  # fmt: skip
+
+
+class Distilled(NamedTuple):
+    """Linear layers that give back what others do, as nearly as they can; see `Linearization`."""
+
+    layers: LinearLayer
+    rate: Float[np.ndarray, "seed layer"]
+    least: Float[np.ndarray, "seed layer"]
+
+
+def distil(
+    models: PyTree,
+    sample: Sample,
+    sites: Sequence[Site],
+    *,
+    trace: Trace = Transformer.trace,
+    heads: int = 4,
+    key_dim: int = 20,
+    steps: int = 3000,
+    batch_size: int = 64,
+    rates: Sequence[float] = RATES,
+    pilot: float = 0.1,
+    key: PRNGKeyArray,
+) -> Distilled:
+    """Distil every layer of every model, as `linearize` has it."""
     seeds, depth = seeds_of(models), len(sites)
     if not depth or steps < 10 or not rates:
         raise ValueError(
@@ -287,9 +320,27 @@ def linearize(
     # Back to the units of the model.
     x, y = scale.inputs[..., 0], scale.outputs[..., 0]
     found = LinearLayer(found.queries / x, found.keys / x, found.values / x, found.output * y)
-    measured = _measure(models, sample, sites, trace, found, heads, batch_size, test_sequences, test_key)
+    return Distilled(found, rate, least)
+
+
+def measure(
+    models: PyTree,
+    sample: Sample,
+    sites: Sequence[Site],
+    distilled: Distilled,
+    *,
+    trace: Trace = Transformer.trace,
+    heads: int = 4,
+    batch_size: int = 64,
+    test_sequences: int = 640,
+    key: PRNGKeyArray,
+) -> Linearization:
+    """Put each distilled layer in its place, as `linearize` has it."""
+    test_key = jax.random.split(key, 5)[-1]
+    layers, rate, least = distilled
+    measured = _measure(models, sample, sites, trace, layers, heads, batch_size, test_sequences, test_key)
     paths = tuple(site.output for site in sites)
-    return Linearization(paths=paths, layers=found, heads=heads, rate=rate, least=least, **measured)
+    return Linearization(paths=paths, layers=layers, heads=heads, rate=rate, least=least, **measured)
 
 
 def swap(site: Site, model: PyTree, layer: LinearLayer, heads: int) -> dict[str, Callable[[Array], Array]]:

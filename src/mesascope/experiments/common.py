@@ -1,14 +1,15 @@
 """What several figures measure: losses by context length, tuned algorithms, probes by depth."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from mesascope import store
 from mesascope.analysis.probes import Probes, Sample, probe, residual_stream
 from mesascope.analysis.scores import in_context_score
 from mesascope.analysis.targets import (
@@ -34,16 +35,22 @@ from mesascope.theory.solvers import (
     tune,
 )
 
+T = TypeVar("T", bound=eqx.Module)
+
 # The same sequences for all models and algorithms of a task, and others for what is tuned or fitted.
 EVALUATION, TUNING, PROBING = (2**31 - 3, 2**31 - 4, 2**31 - 5)
 LAM = 1000.0
 """λ of all controls: the released code's ridge of 0.001."""
 
-# What algorithms regress on where single tokens do not do; named once, so that what is tuned is tuned once.
-SIXTEEN_TOKENS = stacked(16)
-"""For partially observed systems: as many as the released control has."""
-TRUE_FEATURES = teacher_features()
-"""For nonlinear systems: what the generator itself computes of the state."""
+Regressors = Literal["tokens", "five-tokens", "sixteen-tokens", "true-features"]
+REGRESSORS: dict[Regressors, Target | None] = {
+    "tokens": None,
+    "five-tokens": stacked(5),
+    "sixteen-tokens": stacked(16),
+    "true-features": teacher_features(),
+}
+"""What algorithms regress on: tokens; for partially observed systems as many as the paper's probes have, or as the
+released control has; for nonlinear ones what the generator itself computes of the state."""
 
 
 def model_losses(lab: Lab, trained: Trained) -> Named:
@@ -55,9 +62,10 @@ def model_losses(lab: Lab, trained: Trained) -> Named:
 
 
 def contexts(
-    task: Dynamics, *, newest_pair: bool = True, features: Target | None = None
+    task: Dynamics, *, newest_pair: bool = True, on: Regressors = "tokens"
 ) -> Callable[[Array, int], Context]:
-    """What an algorithm is given of fresh sequences. `features` maps trajectories to regressors."""
+    """What an algorithm is given of fresh sequences."""
+    features = REGRESSORS[on]
 
     def sample(key: Array, count: int) -> Context:
         drawn = task.sample(key, count)
@@ -81,47 +89,53 @@ def algorithm_losses(
     return Named.of(np.mean([np.asarray(measure(key), np.float64) for key in keys], 0), "time")
 
 
-@lru_cache(maxsize=32)
+def tuned(lab: Lab, name: str, start: T, draw: Callable[[Array], Context], *, rate: float) -> T:
+    """An algorithm whose coefficients, beginning with these, are tuned on a task."""
+
+    def find() -> dict[str, Any]:
+        found, _ = tune(start, draw, steps=lab.scale.tune_steps, rate=rate, key=jax.random.key(TUNING))
+        return {f"{i:02d}": leaf for i, leaf in enumerate(jax.tree.leaves(found))}
+
+    leaves = lab.tuned(name, find)
+    return jax.tree.unflatten(jax.tree.structure(start), [jnp.asarray(leaves[n]) for n in sorted(leaves)])
+
+
 def tuned_optimizer(
-    lab_steps: int,
+    lab: Lab,
     task: Dynamics,
     steps: int,
     *,
     newest_pair: bool,
-    features: Target | None = None,
+    on: Regressors = "tokens",
     lam: float = LAM,
     batch_size: int = 128,
 ) -> MesaOptimizer:
     """Proposition 2 (normalized), its coefficients tuned on the task: k layers are k - 1 steps and the last product.
 
     Args:
-        lab_steps: of gradient descent (`lab.scale.tune_steps`).
         steps: coefficients of each kind.
     """
-    sample = contexts(task, newest_pair=newest_pair, features=features)
-    tuned, _ = tune(
+    pairs = "newest" if newest_pair else "dropped"
+    sample = contexts(task, newest_pair=newest_pair, on=on)
+    return tuned(
+        lab,
+        f"proposition-2_{store.digest(task)}_{on}_{pairs}_{lam:g}_{steps}",
         MesaOptimizer.neumann(steps=steps, lam=lam),
         lambda key: sample(key, batch_size),
-        steps=lab_steps,
         rate=3e-2,
-        key=jax.random.key(TUNING),
     )
-    return tuned
 
 
-def proposition_2(
-    lab: Lab, task: Dynamics, steps: int, *, features: Target | None = None
-) -> dict[str, Named]:
+def proposition_2(lab: Lab, task: Dynamics, steps: int, *, on: Regressors = "tokens") -> dict[str, Named]:
     """Losses of tuned Proposition 2 by time: "newest" with all pairs, "dropped" without the newest, as released."""
     losses = {}
     for name, newest in (("newest", True), ("dropped", False)):
-        algorithm = tuned_optimizer(lab.scale.tune_steps, task, steps, newest_pair=newest, features=features)
-        sample = contexts(task, newest_pair=newest, features=features)
-        losses[name] = algorithm_losses(lab, algorithm, sample)
+        algorithm = tuned_optimizer(lab, task, steps, newest_pair=newest, on=on)
+        losses[name] = algorithm_losses(lab, algorithm, contexts(task, newest_pair=newest, on=on))
     return losses
 
 
-def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, inputs: Target | None = None) -> Arrays:
+def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, on: Regressors = "tokens") -> Arrays:
     """Probes of the next token and of preconditioned inputs, by layer and time.
 
     Inputs are preconditioned by six tuned steps of Proposition 2, as released; and by the exact inverse.
@@ -131,14 +145,8 @@ def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, inputs: Target
         time, relative to predicting zero; the same with "_untrained", and in-sample with "_in_sample".
     """
     task, depth = trained.config.task, len(trained.config.model.blocks)
-    six_steps = tuned_optimizer(
-        lab.scale.tune_steps,
-        task,
-        6,
-        newest_pair=True,
-        features=inputs,
-        lam=lam,  # pyright: ignore[reportArgumentType]
-    )
+    inputs = REGRESSORS[on]
+    six_steps = tuned_optimizer(lab, task, 6, newest_pair=True, on=on, lam=lam)
     wanted: dict[str, Target] = {
         "next": next_token,
         "preconditioned": preconditioned(six_steps, inputs=inputs),

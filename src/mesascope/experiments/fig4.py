@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 
+from mesascope import store
 from mesascope.analysis.circuits import ONE_LAYER, Blocks, interpolate, products_of, read_off
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
@@ -21,12 +22,13 @@ from mesascope.experiments.common import (
     model_losses,
     proposition_2,
     relative_gap,
+    tuned,
     worst_gap,
 )
 from mesascope.experiments.lab import Lab, Trained
 from mesascope.experiments.panels import Curves, Line, Panel
 from mesascope.experiments.results import Arrays, Named, Result
-from mesascope.theory.solvers import GradientStep, autoregressive, line_search, tune
+from mesascope.theory.solvers import GradientStep, autoregressive, line_search
 from mesascope.training import half_squared_errors
 
 LAYERS = (1, 2, 4, 6)
@@ -77,13 +79,11 @@ def gradient_descent(lab: Lab) -> Arrays:
     sample = contexts(task)
     rate, _ = line_search(GradientStep, sample(jax.random.key(TUNING), 16 * lab.scale.sequences), 0.01, 0.1)
     start = GradientStep(rate, np.zeros((task.obs_dim, task.obs_dim), np.float32))
-    tuned, _ = tune(
-        start, lambda key: sample(key, 256), steps=lab.scale.tune_steps, rate=1e-3, key=jax.random.key(TUNING)
-    )
+    learned = tuned(lab, f"gd-1_{store.digest(task)}", start, lambda key: sample(key, 256), rate=1e-3)
     hybrid = lab.trained("hybrid-mesa")
     observations = trained.observations(jax.random.key(EVALUATION), min(lab.scale.sequences, 2048))
     context = autoregressive(observations)
-    wanted = jax.jit(lambda algorithm, context: algorithm(context))(tuned, context)
+    wanted = jax.jit(lambda algorithm, context: algorithm(context))(learned, context)
 
     def apart(of: Trained) -> np.ndarray:
         tokens = of.config.tokens(observations).tokens
@@ -94,7 +94,7 @@ def gradient_descent(lab: Lab) -> Arrays:
     return {
         "gd_rate": Named.of(np.asarray(rate)),
         "gd": algorithm_losses(lab, GradientStep(rate), sample),
-        "gd_tuned": algorithm_losses(lab, tuned, sample),
+        "gd_tuned": algorithm_losses(lab, learned, sample),
         "distance_to_gd": Named.of(apart(trained), "seed"),
         "distance_of_hybrid": Named.of(apart(hybrid), "seed"),
     }

@@ -1,18 +1,28 @@
 """Softmax layers that act linearly, and why: figure 5, its sweep over noise, and the weights of a distilled layer."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from mesascope import store
 from mesascope.analysis.circuits import Products, products, products_of
-from mesascope.analysis.linearize import LinearLayer, layer_sites, linearize
+from mesascope.analysis.linearize import (
+    Distilled,
+    Linearization,
+    LinearLayer,
+    distil,
+    layer_sites,
+    measure,
+)
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import EVALUATION, TUNING
-from mesascope.experiments.lab import Lab, Scale, Trained
+from mesascope.experiments.lab import Lab, Trained
 from mesascope.experiments.panels import Curves, Line, Maps, Panel
 from mesascope.experiments.results import Arrays, Named, Result
 from mesascope.tasks.dynamics import Dynamics
@@ -39,20 +49,22 @@ def linearized(dim: int) -> Callable[[Lab], Arrays]:
     return piece
 
 
-def _linearize(lab: Lab, trained: Trained):
+def _linearize(lab: Lab, trained: Trained) -> Linearization:
     block = trained.config.model.blocks[0]
     sequences = lab.scale.sequences
-    return linearize(
-        trained.models,
-        trained.sample,
-        layer_sites(trained.models),
-        heads=block.heads,
-        key_dim=block.key_dim,
-        steps=max(10, lab.scale.distill_steps),
-        batch_size=min(64, max(2, sequences // 8)),
-        test_sequences=sequences,
-        key=jax.random.key(EVALUATION),
+    given = (trained.models, trained.sample, layer_sites(trained.models))
+    same: Any = dict(
+        heads=block.heads, batch_size=min(64, max(2, sequences // 8)), key=jax.random.key(EVALUATION)
     )
+
+    def find() -> dict[str, Any]:
+        steps = max(10, lab.scale.distill_steps)
+        layers, rate, least = distil(*given, key_dim=block.key_dim, steps=steps, **same)
+        return layers._asdict() | {"rate": rate, "least": least}
+
+    found = lab.tuned(f"distilled_{trained.config.name}", find, by_seed=True)
+    layers = LinearLayer(*(jnp.asarray(found[name]) for name in LinearLayer._fields))
+    return measure(*given, Distilled(layers, found["rate"], found["least"]), test_sequences=sequences, **same)
 
 
 def algorithms(lab: Lab) -> Arrays:
@@ -67,12 +79,11 @@ def _noise_level(noise: float) -> Callable[[Lab], Arrays]:
 
 def _by_dimension(lab: Lab, noise: float) -> Arrays:
     """Losses per dimension; λ and β are each the best for their dimension."""
-    columns = [_both(lab.scale, dim, noise) for dim in DIMENSIONS]
+    columns = [_both(lab, dim, noise) for dim in DIMENSIONS]
     return {name: Named.of([column[name] for column in columns], "dimension") for name in columns[0]}
 
 
-@lru_cache(maxsize=64)
-def _both(scale: Scale, dim: int, noise: float) -> dict[str, float]:
+def _both(lab: Lab, dim: int, noise: float) -> dict[str, float]:
     """In so many dimensions, with contexts four times as long.
 
     λ and β are found on other sequences than losses are measured on. (The released code takes the best of 40 on the
@@ -80,18 +91,26 @@ def _both(scale: Scale, dim: int, noise: float) -> dict[str, float]:
     """
     task = Dynamics.linear(state_dim=dim, length=4 * dim, state_noise=noise)
     draw = jax.jit(task.sample, static_argnums=1)
-    size = min(scale.sequences, 128)
-    tuning = draw(jax.random.key(TUNING), size).observations
-    keys = [jax.random.fold_in(jax.random.key(EVALUATION), i) for i in range(scale.sequences // size)]
+    size = min(lab.scale.sequences, 128)
+    keys = [jax.random.fold_in(jax.random.key(EVALUATION), i) for i in range(lab.scale.sequences // size)]
     batches = [draw(key, size).observations for key in keys]
     found = {"zero": float(np.mean([0.5 * np.mean(np.asarray(batch)[:, 1:] ** 2) for batch in batches]))}
-    for name, build, bounds, newest in (
-        ("ridge", Ridge, (0.01, 1e6), True),
-        ("ridge_dropped", Ridge, (0.01, 1e6), False),
-        ("kernel", KernelRegression, (0.01, 1e2), True),
-    ):
-        context = partial(autoregressive, newest_pair=newest)
-        number, _ = line_search(build, context(tuning), *bounds, points=7, rounds=4)
+    choices = {
+        "ridge": (Ridge, (0.01, 1e6), partial(autoregressive, newest_pair=True)),
+        "ridge_dropped": (Ridge, (0.01, 1e6), partial(autoregressive, newest_pair=False)),
+        "kernel": (KernelRegression, (0.01, 1e2), partial(autoregressive, newest_pair=True)),
+    }
+
+    def search() -> dict[str, float]:
+        tuning = draw(jax.random.key(TUNING), size).observations
+        return {
+            name: line_search(build, context(tuning), *bounds, points=7, rounds=4)[0]
+            for name, (build, bounds, context) in choices.items()
+        }
+
+    best = lab.tuned(f"regression_{store.digest(task)}", search)
+    for name, (build, _, context) in choices.items():
+        number = float(best[name])
         found[name] = float(np.mean([loss(build(number), context(batch)) for batch in batches])) / dim
         found[f"{name}_tuned"] = number
     return found

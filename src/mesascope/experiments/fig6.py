@@ -2,13 +2,11 @@
 
 from functools import partial
 
-from mesascope.analysis.targets import Target, stacked
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import (
     LAM,
-    SIXTEEN_TOKENS,
-    TRUE_FEATURES,
+    Regressors,
     by_time,
     depth_claims,
     depth_panels,
@@ -23,8 +21,8 @@ from mesascope.experiments.panels import Curves, Panel
 from mesascope.experiments.results import Arrays, Result
 
 LAYERS = (3, 7, 12)
-# The released probes of partially observed systems look for 5 tokens, with this λ.
-PROBED, PARTIAL_LAM = 5, 0.1
+# The released probes of partially observed systems look for five tokens, with this λ.
+PARTIAL_LAM = 0.1
 LATE = 15
 """From this context length on curves are compared point by point."""
 # The authors' mean loss over that of their control, minus 1. Their control with all pairs was recomputed from its
@@ -38,9 +36,9 @@ def losses(lab: Lab) -> Arrays:
     return {f"softmax-{layers}": model_losses(lab, lab.trained(f"softmax-{layers}")) for layers in LAYERS}
 
 
-def steps(lab: Lab, *, name: str, layers: int, features: Target | None = None) -> Arrays:
+def steps(lab: Lab, *, name: str, layers: int, on: Regressors = "tokens") -> Arrays:
     """As many tuned steps of Proposition 2 as layers: coefficients for all but the last, which is a gradient step."""
-    found = proposition_2(lab, lab.config(name).task, layers - 1, features=features)
+    found = proposition_2(lab, lab.config(name).task, layers - 1, on=on)
     return {f"proposition_2_{layers}_{which}": of for which, of in found.items()}
 
 
@@ -49,9 +47,9 @@ def task_losses(lab: Lab, *, name: str) -> Arrays:
     return {"softmax-7": model_losses(lab, lab.trained(name))}
 
 
-def probes(lab: Lab, *, name: str = "softmax-7", lam: float = LAM, inputs: Target | None = None) -> Arrays:
+def probes(lab: Lab, *, name: str = "softmax-7", lam: float = LAM, on: Regressors = "tokens") -> Arrays:
     """Probes of seven layers by layer and context length."""
-    return depth_probes(lab, lab.trained(name), lam=lam, inputs=inputs)
+    return depth_probes(lab, lab.trained(name), lam=lam, on=on)
 
 
 def _gaps(result: Result, layers: tuple[int, ...], which: str, mean: float) -> tuple[Check, ...]:
@@ -175,8 +173,8 @@ EXPERIMENTS = {
             "Layer by layer, predictions and the preconditioned stack of five tokens can be read better, and the loss "
             "is close to that of seven steps."
         ),
-        probes=partial(probes, name="partial-softmax-7", lam=PARTIAL_LAM, inputs=stacked(PROBED)),
-        steps=partial(steps, name="partial-softmax-7", layers=7, features=SIXTEEN_TOKENS),
+        probes=partial(probes, name="partial-softmax-7", lam=PARTIAL_LAM, on="five-tokens"),
+        steps=partial(steps, name="partial-softmax-7", layers=7, on="sixteen-tokens"),
     ),
     "si-nonlinear": _task(
         "nonlinear-softmax-7",
@@ -189,7 +187,7 @@ EXPERIMENTS = {
             "preconditioned features can be read better, and the loss is that of seven steps of Proposition 2 on true "
             "features."
         ),
-        probes=partial(probes, name="nonlinear-softmax-7", inputs=TRUE_FEATURES),
-        steps=partial(steps, name="nonlinear-softmax-7", layers=7, features=TRUE_FEATURES),
+        probes=partial(probes, name="nonlinear-softmax-7", on="true-features"),
+        steps=partial(steps, name="nonlinear-softmax-7", layers=7, on="true-features"),
     ),
 }

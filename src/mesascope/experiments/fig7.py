@@ -10,8 +10,7 @@ from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import (
     LAM,
-    SIXTEEN_TOKENS,
-    TRUE_FEATURES,
+    Regressors,
     algorithm_losses,
     by_time,
     contexts,
@@ -61,7 +60,7 @@ def partial_raw(lab: Lab) -> Arrays:
 
 def partial_stacked(lab: Lab) -> Arrays:
     """Proposition 2 on 16 observations at a time."""
-    found = proposition_2(lab, lab.config("partial-softmax-7").task, STEPS, features=SIXTEEN_TOKENS)
+    found = proposition_2(lab, lab.config("partial-softmax-7").task, STEPS, on="sixteen-tokens")
     return {f"partial_stacked_{name}": losses for name, losses in found.items()}
 
 
@@ -74,8 +73,9 @@ def nonlinear_control(lab: Lab) -> Arrays:
     """Proposition 2 on observations and on the generator's own features of them."""
     task = lab.config("nonlinear-softmax-7").task
     arrays = {}
-    for name, features in (("raw", None), ("features", TRUE_FEATURES)):
-        found = proposition_2(lab, task, STEPS, features=features)
+    on: dict[str, Regressors] = {"raw": "tokens", "features": "true-features"}
+    for name, regressors in on.items():
+        found = proposition_2(lab, task, STEPS, on=regressors)
         arrays |= {f"nonlinear_{name}_{newest}": losses for newest, losses in found.items()}
     return arrays
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from mesascope import released
 from mesascope.analysis.few_shot import (
     Curve,
     Vectors,
@@ -19,11 +18,10 @@ from mesascope.analysis.few_shot import (
     tune_eos,
     tune_prefix,
 )
-from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import EVALUATION, LAM, TUNING, final
-from mesascope.experiments.lab import Lab, NotReleasedError, Trained
+from mesascope.experiments.lab import Lab, Trained
 from mesascope.experiments.panels import Curves, Line, Panel
 from mesascope.experiments.results import Arrays, Named, Result
 from mesascope.tasks.few_shot import FewShot
@@ -49,12 +47,13 @@ def tasks(**changes) -> dict[str, FewShot]:
     }
 
 
-def prompted(name: str, figure: str) -> Callable[[Lab], Arrays]:
+def prompted(name: str) -> Callable[[Lab], Arrays]:
     """EOS and prefix tuned for models that are frozen, and errors by pair with and without them."""
 
     def piece(lab: Lab) -> Arrays:
         trained = lab.trained(name)
-        eos, prefix = _released(figure) if lab.scale.from_released else _tuned(lab, trained)
+        found = lab.tuned(f"prompt_{name}", partial(_tuned, lab, trained), by_seed=True)
+        eos, prefix = found["eos"], found["prefix"]
         end, begin = jnp.asarray(eos), jnp.asarray(prefix)
         vectors = {"base": Vectors(), "eos": Vectors(eos=end), "prefix": Vectors(eos=end, prefix=begin)}
         arrays = {
@@ -94,7 +93,7 @@ def _sizes(lab: Lab) -> dict:
     return dict(sequences=sequences, batch_size=min(128, sequences), key=jax.random.key(EVALUATION))
 
 
-def _tuned(lab: Lab, trained: Trained) -> tuple[np.ndarray, np.ndarray]:
+def _tuned(lab: Lab, trained: Trained) -> dict[str, Any]:
     """EOS first, then the prefix before it, both on single tasks."""
     steps, key = lab.scale.prompt_steps, jax.random.key(TUNING)
     few: dict[str, Any] = dict(batch_size=4) if lab.scale.name == "smoke" else {}
@@ -103,16 +102,7 @@ def _tuned(lab: Lab, trained: Trained) -> tuple[np.ndarray, np.ndarray]:
     assert eos is not None
     lab.check_time()
     found = tune_prefix(trained.models, one["prefix"], eos=eos, steps=steps, key=key, **few)
-    return np.asarray(eos), np.asarray(found.vectors.prefix)
-
-
-def _released(figure: str) -> tuple[np.ndarray, np.ndarray]:
-    """The vectors tuned for the released model, the first."""
-    path = released.directory() / "arrays" / figure
-    if not path.with_suffix(".json").exists():
-        raise NotReleasedError(f"the tuned vectors of {figure}")
-    stored, _ = results.read(path)
-    return stored["eos_vector"].values[:1], stored["prefix_vectors"].values[:1]
+    return {"eos": eos, "prefix": found.vectors.prefix}
 
 
 def _by_pair(curve: Curve) -> Float[np.ndarray, "seed pair"]:
@@ -234,7 +224,7 @@ def _experiment(
             "neighboring tokens, of which every second is no example. A tuned token between pairs and a tuned prefix "
             "help. A second task after the first is learned too."
         ),
-        pieces={"prompted": prompted(f"icl-{name}", figure), "controls": controls},
+        pieces={"prompted": prompted(f"icl-{name}"), "controls": controls},
         panels=partial(panels, kind=kind, name=name),
         claims=partial(claims, figure=figure, source=source, ids=ids),
     )

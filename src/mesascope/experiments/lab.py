@@ -2,14 +2,16 @@
 
 lab = Lab(SCALES["quick"])
 lab.trained("softmax-7").models       # trained, found trained, or released, as the scale has it
+lab.tuned("gd-1", find)               # the same for numbers that something else than training found
 """
 
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from mesascope import released, store
 from mesascope.models import Transformer
 from mesascope.presets import Variant, preset
 from mesascope.runs import Run, fit
+from mesascope.store import StoreError
 from mesascope.tasks import Examples
 from mesascope.training import Config, Trainer, with_train
 
@@ -128,7 +131,7 @@ class Lab:
     """Models for the experiments.
 
     Attributes:
-        inputs: digests of all models that were asked for, by name.
+        inputs: digests of all that was asked for, by name.
     """
 
     def __init__(
@@ -185,15 +188,58 @@ class Lab:
         self._note(f"runs/{run.path.name}")
         return Trained(run.config, run.models(), run)
 
+    def tuned(
+        self, name: str, find: Callable[[], Mapping[str, Any]], *, by_seed: bool = False
+    ) -> dict[str, np.ndarray]:
+        """What a search or a descent found that is no training of a model: found once, shared by figures, released.
+
+        Args:
+            name: tells it from all else that is tuned.
+            find: the arrays by name.
+            by_seed: tuned for the models asked for so far, of which all arrays have an axis, their first. Such are not
+                tuned again at the scale "released", and only those of the first model are released.
+
+        Raises:
+            NotReleasedError: at the scale "released", of what belongs to a model and is not.
+        """
+        self.check_time()
+        path = self._tuned_path(name)
+        models = dict(self.inputs) if by_seed else {}
+        about = json.dumps({"scale": asdict(self.scale), "by_seed": by_seed, "models": models})
+        if path != released.tuned_path(name) and not self._is_about(path, about):
+            if self.scale.from_released and by_seed:
+                raise NotReleasedError(f"{name}, tuned,")
+            store.write_arrays(path, {n: np.asarray(a) for n, a in find().items()}, about=about)
+        self._note(f"tuned/{name}")
+        return store.read_named(path)
+
+    def about(self) -> dict[str, Any]:
+        """What a result depends on: the scale, and all that has been asked for."""
+        return {"scale": asdict(self.scale), "inputs": dict(self.inputs)}
+
+    def still_holds(self, about: Mapping[str, Any]) -> bool:
+        """Whether something was made at this scale, and from what is there now."""
+        scale = json.dumps(asdict(self.scale), sort_keys=True)
+        same = json.dumps(about.get("scale"), sort_keys=True) == scale
+        return same and all(self.digest(name) == value for name, value in about.get("inputs", {}).items())
+
+    def _is_about(self, path: Path, about: str) -> bool:
+        try:
+            return path.exists() and store.read_metadata(path).get("about") == about
+        except StoreError:  # damaged: found again
+            return False
+
+    def _tuned_path(self, name: str) -> Path:
+        path = released.tuned_path(name)
+        if self.scale.from_released and path.exists():
+            return path
+        return self.runs / ".tuned" / self.scale.name / f"{name}.safetensors"
+
     def digest(self, name: str) -> str | None:
-        """Of a model's weights, by its name in `inputs`; None if there are none."""
+        """Of a model's weights or of what was tuned, by its name in `inputs`; None if there is none."""
         where, _, name = name.partition("/")
-        folder = released.directory() / "weights"
-        path = (
-            folder / f"{name}.safetensors"
-            if where == "released"
-            else self.runs / name / "weights.safetensors"
-        )
+        paths = {"released": released.weights_path, "tuned": self._tuned_path}
+        path = paths[where](name) if where in paths else self.runs / name / "weights.safetensors"
         return store.read_metadata(path)["sha256"] if path.exists() else None
 
     def _note(self, name: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,7 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
                 continue
             made = {
                 "arrays": list(new),
-                "scale": asdict(lab.scale),
-                "inputs": dict(lab.inputs),
+                **lab.about(),
                 "seconds": round(time.monotonic() - began, 1),
                 "made": runs.made_with(),
             }
@@ -151,9 +150,16 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
     return outcomes
 
 
-def publish(outcomes: Sequence[Outcome], directory: Path) -> None:
-    """Into `results/`: arrays, figures and claims. Claims of figures that are not among these stay."""
+def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: Path) -> None:
+    """Into `results/`: arrays, what was tuned for them, figures and claims. Claims of other figures stay."""
     for outcome in outcomes:
+        for scale, name in _tuned_for(outcome.result):
+            path = run_directory / ".tuned" / scale / f"{name}.safetensors"
+            about = store.read_metadata(path)["about"]
+            arrays = store.read_named(path)
+            if json.loads(about)["by_seed"]:
+                arrays = {n: a[:1] for n, a in arrays.items()}
+            store.write_arrays(directory / "tuned" / path.name, arrays, about=about)
         about = {"pieces": dict(outcome.result.about)}
         results.write(directory / "arrays" / outcome.experiment.id, outcome.result.arrays, about)
         draw_to(outcome, directory / "figures")
@@ -161,6 +167,18 @@ def publish(outcomes: Sequence[Outcome], directory: Path) -> None:
     there = {claim["id"]: claim for claim in (store.read_json(path) if path.exists() else [])}
     there |= {claim["id"]: claim for outcome in outcomes for claim in outcome.claims}
     store.write_json(path, list(there.values()))
+
+
+def _tuned_for(result: Result) -> list[tuple[str, str]]:
+    """Scales and names of what was tuned here, not released."""
+    return sorted(
+        {
+            (about["scale"]["name"], name.removeprefix("tuned/"))
+            for about in result.about.values()
+            for name in about["inputs"]
+            if name.startswith("tuned/") and not about["scale"]["from_released"]
+        }
+    )
 
 
 def against_committed(outcomes: Sequence[Outcome]) -> list[str]:
@@ -230,10 +248,7 @@ def _kept(path: Path, lab: Lab) -> tuple[Arrays, dict[str, Any]] | None:
         if lab.console is not None:
             lab.console.print(f"{escape(str(damaged))} It is computed again.", highlight=False)
         return None
-    same = json.dumps(about.get("scale"), sort_keys=True) == json.dumps(asdict(lab.scale), sort_keys=True)
-    if not same or any(lab.digest(name) != digest for name, digest in about.get("inputs", {}).items()):
-        return None
-    return arrays, about
+    return (arrays, about) if lab.still_holds(about) else None
 
 
 __all__ = ["OutOfTimeError", "Outcome", "against_committed", "publish", "redraw", "reproduce"]

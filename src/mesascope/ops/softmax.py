@@ -253,7 +253,8 @@ def _gradients_forward(q: Array, k: Array, v: Array, log_sum: Array, out: Array,
 
 
 def _fused_backward(saved, out_bar: Array):
-    return gradients_of(*saved, out_bar)
+    q, k, v, log_sum, out = saved
+    return gradients_of(q, k, v, log_sum, out, out_bar)
 
 
 remembering = with_closed_form(_remembering, _remembering_forward, _remembering_backward)
