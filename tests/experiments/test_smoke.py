@@ -10,6 +10,7 @@ from rich.console import Console
 from mesascope import experiments
 from mesascope.experiments.lab import SCALES
 from mesascope.experiments.reproduce import redraw, reproduce
+from tests.experiments.required import REQUIRED
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(1800)]
 
@@ -28,7 +29,9 @@ def test_from_beginning_to_end(name, shared, tmp_path):
     drawn = {path.suffix for path in (tmp_path / "smoke" / "figures").glob(f"{name}.*")}
     assert drawn in ({".png", ".pdf"}, {".svg"}, {".png", ".pdf", ".svg"})
     claims = json.loads((tmp_path / "smoke" / "claims.json").read_text())
-    assert len({claim["id"] for claim in claims}) == len(claims)
+    ids = {claim["id"] for claim in claims}
+    assert len(ids) == len(claims)
+    assert ids >= REQUIRED.get(name, set())
     panels = {panel.letter for panel in outcome.panels}
     for claim in claims:
         assert claim["figure"] == name
