@@ -1,4 +1,4 @@
-"""Write the claims of results/claims.json, and two figures, into README.md; with --check, only say whether they are there.
+"""Write the claims of results/claims.json and two figures into README.md; with --check, say whether they are there.
 
 python scripts/show_results.py [--check]
 """
