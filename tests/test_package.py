@@ -16,6 +16,7 @@ LAYERS = [
     "typing",
     "ops",
     "layer",
+    "untrusted",
     "store",
     "progress",
     "tasks",

@@ -13,7 +13,9 @@ import numpy as np
 
 from mesascope import store
 from mesascope.models import Transformer
-from mesascope.training import Config, Trainer, with_train
+from mesascope.store import StoreError
+from mesascope.training import Config, Trainer, TrainState, with_train
+from mesascope.untrusted import parse_json
 
 PACKAGE = Path(__file__).parent
 
@@ -64,6 +66,23 @@ def write_model(
 
 def read_model(path: Path) -> tuple[Transformer, Config]:
     """A released model, with a seed axis of one, and its configuration."""
-    config = store.from_dict(json.loads(store.read_metadata(path).get("config", "null")), Config)
-    arrays = store.read_arrays(path, Trainer(config).shapes.models, any_float=True)
+    config = store.from_dict(parse_json(store.read_metadata(path).get("config", "null"), path), Config)
+    arrays = store.read_arrays(path, shapes(config).models, any_float=True)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), arrays), config
+
+
+MOST_BLOCKS = 1000
+
+
+def shapes(config: Config) -> TrainState:
+    """Shapes of a state of training, for a configuration that somebody else may have written.
+
+    Raises:
+        StoreError: there is no such model.
+    """
+    if len(config.model.blocks) > MOST_BLOCKS:
+        raise StoreError(f"model.blocks: expected at most {MOST_BLOCKS}, got {len(config.model.blocks)}.")
+    try:
+        return Trainer(config).shapes
+    except Exception as error:  # absurd sizes fail in many ways
+        raise StoreError(f"{config.name}: there is no model of this configuration ({error}).") from error

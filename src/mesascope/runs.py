@@ -42,7 +42,8 @@ from mesascope import __version__, released, store
 from mesascope.models import Transformer
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
-from mesascope.training import Config, Trainer, TrainState
+from mesascope.training import Config, TrainConfig, Trainer, TrainState
+from mesascope.untrusted import LONGEST_JSON, check, parse_json, read_bytes
 
 PACKAGE = Path(__file__).parent
 # What a run's numbers depend on.
@@ -89,19 +90,25 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Losses on fresh sequences: `loss` by seed, `loss_by_position` by seed and position."""
         self._must_be_finished()
-        return store.read_json(self.path / "result.json")
+        form = {"loss": [float], "loss_by_position": [[float]], "sequences": int}
+        path = self.path / "result.json"
+        return check(store.read_json(path), form, path)
 
     @property
     def timing(self) -> dict[str, float]:
         """`seconds` of the call that finished it, its `steps_per_second`, and `host_share`: which part of the time,
         once everything had been compiled, went by outside of steps and evaluations."""
         self._must_be_finished()
-        return store.read_json(self.path / "timing.json")
+        path = self.path / "timing.json"
+        return check(store.read_json(path), {str: float}, path)
 
     @property
     def provenance(self) -> dict[str, Any]:
         """What it was made with."""
-        return store.read_json(self.path / "provenance.json")
+        path = self.path / "provenance.json"
+        names = ("mesascope", "source", "python", "device", "started", "precision")
+        form = dict.fromkeys(names, str) | {"git": (str, None), "libraries": {str: str}, "command": [str]}
+        return check(store.read_json(path), form, path)
 
     @property
     def step(self) -> int:
@@ -110,14 +117,14 @@ class Run:
             return self.config.train.steps
         for path in self._checkpoints:
             try:
-                return int(store.read_metadata(path)["step"])
+                return _step_of(store.read_metadata(path), path)
             except StoreError:
                 continue
         return 0
 
     def metrics(self) -> dict[str, np.ndarray]:
         """`step`, and by step and seed `eval_loss` and `train_loss` (since the evaluation before; NaN at first)."""
-        lines = _read_lines(self.path / "metrics.jsonl")
+        lines = _read_lines(self.path / "metrics.jsonl", self.config.train.seeds)
         return {
             name: np.array([line[name] for line in lines], float if name != "step" else int)
             for name in ("step", "eval_loss", "train_loss")
@@ -141,7 +148,7 @@ class Run:
         return {int(path.stem.removeprefix("step-")): self._read_models(path) for path in paths}
 
     def _read_models(self, path: Path) -> Transformer:
-        return jax.tree.map(jnp.asarray, store.read_arrays(path, Trainer(self.config).shapes.models))
+        return jax.tree.map(jnp.asarray, store.read_arrays(path, released.shapes(self.config).models))
 
     def _must_be_finished(self) -> None:
         if not self.finished:
@@ -294,7 +301,7 @@ def _train(
     train = trainer.config.train
     began = last_save = time.monotonic()
     clock, first = _Clock(), int(state.step)
-    log = _Log(run.path / "metrics.jsonl", until=int(state.step))
+    log = _Log(run.path / "metrics.jsonl", int(state.step), train)
     step, stride = int(state.step), 1
     progress.start(step, train.steps)
     with _interrupts() as interrupted:
@@ -404,9 +411,14 @@ class _Clock:
 class _Log:
     """`metrics.jsonl`: what was written after the last checkpoint is cut off, for it will be written again."""
 
-    def __init__(self, path: Path, until: int):
+    def __init__(self, path: Path, until: int, train: TrainConfig):
         self.path = path
-        lines = [line for line in _read_lines(path) if line["step"] <= until]
+        lines = [line for line in _read_lines(path, train.seeds) if line["step"] <= until]
+        due = {*range(0, until + 1, train.eval_every), *([until] if until == train.steps else [])}
+        if until and [line["step"] for line in lines] != sorted(due):
+            raise RunError(
+                f"{path}: expected every evaluation up to the checkpoint at step {until}. Start anew with --fresh."
+            )
         self.last_step: int | None = lines[-1]["step"] if lines else None
         store.write(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
@@ -421,15 +433,26 @@ class _Log:
         self.last_step = line["step"]
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path, seeds: int) -> list[dict[str, Any]]:
     """Whole lines; a torn last one is left out."""
+    if not path.exists():
+        return []
+    form = {"step": int, "eval_loss": [float], "train_loss": [(float, None)]}
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
+    for number, content in enumerate(read_bytes(path, LONGEST_JSON).split(b"\n")[:-1], start=1):
+        where = f"{path}, line {number}"
+        line = check(parse_json(content, where), form, where)
+        if len(line["eval_loss"]) != seeds or len(line["train_loss"]) != seeds:
+            raise StoreError(f"{where}: expected the losses of {seeds} seeds.")
+        lines.append(line)
     return lines
+
+
+def _step_of(metadata: Mapping[str, str], path: Path) -> int:
+    step = metadata.get("step", "")
+    if not step.isdecimal() or len(step) > 15:
+        raise StoreError(f"{path} does not say which step it is of.")
+    return int(step)
 
 
 def _finite(values: np.ndarray) -> list[float | None]:

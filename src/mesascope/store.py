@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import reprlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -15,14 +16,12 @@ from typing import Any, TypeVar, Union
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from mesascope.untrusted import StoreError, check, map_safetensors, parse_json
+from mesascope.untrusted import read_json as read_json
+
 T = TypeVar("T")
-
-
-class StoreError(RuntimeError):
-    """A file that cannot be written, or is not what it should be."""
 
 
 def write(path: Path, content: bytes) -> None:
@@ -76,13 +75,6 @@ def write_json(path: Path, content: Any) -> None:
     write(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: expected JSON, but it is missing or damaged ({error}).") from error
-
-
 # Arrays.
 
 
@@ -90,23 +82,28 @@ def write_arrays(path: Path, tree: Any, **metadata: str) -> None:
     """A tree of arrays, each under the path of its leaf: `layers.0.queries`."""
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(tree).items()}
     # One entry, for safetensors writes several in an order of its own: the same arrays are to be the same bytes.
-    header = json.dumps(metadata | {"sha256": _checksum(arrays)}, sort_keys=True)
+    sums = {"sha256": _checksum(arrays), "sha256_of_metadata": _metadata_checksum(metadata)}
+    header = json.dumps(metadata | sums, sort_keys=True)
     write(path, save(arrays, {"mesascope": header}))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Of a file that `write_arrays` wrote."""
-    return _open(path)[1]
+    arrays, metadata = map_arrays(path)
+    _check_sum(path, arrays, metadata)
+    return metadata
 
 
 def read_named(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file that `write_arrays` wrote, by the paths of their leaves."""
-    return _open(path)[0]
+    arrays, metadata = map_arrays(path)
+    _check_sum(path, arrays, metadata)
+    return arrays
 
 
 def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:
     """The arrays back in a tree like the one given (of arrays or of shapes); with `any_float`, of any precision."""
-    arrays = read_named(path)
+    arrays, metadata = map_arrays(path)
     wanted = _named(like)
     for name in sorted(wanted.keys() ^ arrays.keys()):
         whose = "is missing" if name in wanted else "is not expected"
@@ -115,27 +112,29 @@ def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:
         expected, got = (leaf.shape, leaf.dtype), (arrays[name].shape, arrays[name].dtype)
         if expected != got and not (any_float and expected[0] == got[0] and _is_float(got[1])):
             raise StoreError(f"{path}: {name!r} is {got}, expected {expected}. Is it of another model?")
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+    _check_sum(path, arrays, metadata)
+    return jax.tree.unflatten(jax.tree.structure(like), [np.array(arrays[name]) for name in wanted])
 
 
 def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _open(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    try:
-        with safe_open(path, framework="np") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = json.loads((file.metadata() or {}).get("mesascope", "{}"))
-    except FileNotFoundError as error:
-        raise StoreError(f"{path}: there is no such file.") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        raise StoreError(f"{path} is damaged: {error}.") from error
+def map_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays, mapped into memory and not compared with their checksum, and what was written about them."""
+    arrays, about = map_safetensors(path)
+    metadata = check(parse_json(about.get("mesascope", "{}"), path), {str: str}, f"{path}, metadata")
     if "sha256" not in metadata:
         raise StoreError(f"{path} has no checksum: it was written by something else, or by another version.")
+    sha256 = metadata.pop("sha256_of_metadata", None)  # files of the first versions have none
+    if sha256 is not None and sha256 != _metadata_checksum(metadata):
+        raise StoreError(f"{path} is damaged: its header does not fit its checksum.")
+    return arrays, metadata
+
+
+def _check_sum(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     if metadata["sha256"] != _checksum(arrays):
         raise StoreError(f"{path} is damaged: its contents do not fit its checksum.")
-    return arrays, metadata
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -148,8 +147,13 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
     for name in sorted(arrays):
         array = arrays[name]
         total.update(f"{name} {array.dtype} {array.shape}".encode())
-        total.update(array.tobytes())
+        total.update(array.reshape(-1).view(np.uint8))
     return total.hexdigest()
+
+
+def _metadata_checksum(metadata: Mapping[str, str]) -> str:
+    rest = {name: value for name, value in metadata.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 # Configurations.
@@ -210,18 +214,21 @@ def _revive(data: Any, kinds: Mapping[str, type]) -> Any:
         return tuple(_revive(v, kinds) for v in data)
     if not isinstance(data, dict):
         return data
-    kind = kinds.get(data.get("kind", ""))
-    if kind is None:
-        raise StoreError(f"no kind {data.get('kind')!r} is known here. Was it written by another version?")
+    name = data.get("kind")
+    if not isinstance(name, str) or name not in kinds:
+        raise StoreError(f"no kind {reprlib.repr(name)} is known here. Was it written by another version?")
+    kind = kinds[name]
     given = {name: _revive(v, kinds) for name, v in data.items() if name != "kind"}
     unknown = sorted(given.keys() - {f.name for f in fields(kind)})
     if unknown:
-        raise StoreError(f"{kind.__name__} has no field {unknown[0]!r}. Was it written by another version?")
+        raise StoreError(
+            f"{kind.__name__} has no field {reprlib.repr(unknown[0])}. Was it written by another version?"
+        )
     hints = typing.get_type_hints(kind)
     given = {name: _fitted(value, hints[name], f"{kind.__name__}.{name}") for name, value in given.items()}
     try:
         return kind(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise StoreError(f"not a valid {kind.__name__}: {error}") from error
 
 
@@ -241,7 +248,7 @@ def _fitted(value: Any, hint: Any, where: str) -> Any:
             if option is float and type(value) is int:
                 return float(value)
     wanted = str(getattr(hint, "__name__", hint)).replace("typing.", "")
-    raise StoreError(f"{where}: expected {wanted}, got {value!r}.")
+    raise StoreError(f"{where}: expected {wanted}, got {reprlib.repr(value)}.")
 
 
 def _kinds(root: type) -> dict[str, type]:

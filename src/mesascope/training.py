@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 from mesascope.models import ModelConfig, Transformer
 from mesascope.tasks import Dynamics, Examples, Standard, Tokens
+from mesascope.untrusted import is_plain_name
 
 Params = TypeVar("Params")
 Batch = TypeVar("Batch")
@@ -149,6 +150,10 @@ class Config:
     train: TrainConfig
 
     def __post_init__(self):
+        if self.name and not is_plain_name(self.name):
+            raise ValueError(
+                f"name: expected letters, digits and any of .+-_, for it names a folder; got {self.name!r}."
+            )
         width, obs_dim = self.tokens.width(self.task.obs_dim), self.task.obs_dim
         if self.model.token_dim != width:
             raise ValueError(

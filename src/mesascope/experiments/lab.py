@@ -25,6 +25,7 @@ from mesascope.runs import Run, fit
 from mesascope.store import StoreError
 from mesascope.tasks import Examples
 from mesascope.training import Config, Trainer, with_train
+from mesascope.untrusted import is_plain_name
 
 
 class NotReleasedError(LookupError):
@@ -238,6 +239,8 @@ class Lab:
     def digest(self, name: str) -> str | None:
         """Of a model's weights or of what was tuned, by its name in `inputs`; None if there is none."""
         where, _, name = name.partition("/")
+        if not is_plain_name(name):  # from a file that anybody may have written
+            return None
         paths = {"released": released.weights_path, "tuned": self._tuned_path}
         path = paths[where](name) if where in paths else self.runs / name / "weights.safetensors"
         return store.read_metadata(path)["sha256"] if path.exists() else None

@@ -18,7 +18,7 @@ from mesascope.experiments.claims import differences
 from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError, Scale
 from mesascope.experiments.panels import Curves, Drawing, Maps, Panel, draw
 from mesascope.experiments.results import Arrays, Result
-from mesascope.store import StoreError
+from mesascope.untrusted import StoreError, check
 
 STYLES = {"holds": "green", "fails": "red", "not testable at this preset": "dim"}
 
@@ -164,7 +164,7 @@ def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: Path) -
         results.write(directory / "arrays" / outcome.experiment.id, outcome.result.arrays, about)
         draw_to(outcome, directory / "figures")
     path = directory / "claims.json"
-    there = {claim["id"]: claim for claim in (store.read_json(path) if path.exists() else [])}
+    there = {claim["id"]: claim for claim in _committed(path)}
     there |= {claim["id"]: claim for outcome in outcomes for claim in outcome.claims}
     store.write_json(path, list(there.values()))
 
@@ -185,7 +185,14 @@ def against_committed(outcomes: Sequence[Outcome]) -> list[str]:
     """Where the claims are not what the repository says."""
     path = released.directory() / "claims.json"
     found = [claim for outcome in outcomes for claim in outcome.claims]
-    return differences(found, store.read_json(path) if path.exists() else [])
+    return differences(found, _committed(path))
+
+
+def _committed(path: Path) -> list[dict[str, Any]]:
+    """Claims as `claims.json` has them."""
+    one = {"what": str, "ours": (float, None), "interval": ([float], None)}
+    form = [{"id": str, "verdict": str, "checks": [one]}]
+    return check(store.read_json(path), form, path) if path.exists() else []
 
 
 def draw_to(outcome: Outcome, folder: Path) -> list[Path]:

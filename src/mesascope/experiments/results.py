@@ -1,8 +1,6 @@
 """Numbers behind figures: named arrays with named axes, kept as npz and json."""
 
 import io
-import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 from mesascope import store
 from mesascope.analysis.results import Estimate, unknown
 from mesascope.experiments.panels import Origin
-from mesascope.store import StoreError
+from mesascope.untrusted import StoreError, check, read_npz
 
 
 class Named(NamedTuple):
@@ -71,19 +69,24 @@ def write(path: Path, arrays: Mapping[str, Named], about: Mapping[str, Any]) -> 
     store.write_json(path.with_suffix(".json"), {"axes": axes, **about})
 
 
+_PIECE = {"arrays?": [str], "inputs?": {str: str}, "seconds?": float, "made?": {str: object}}
+
+
 def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
     """What `write` wrote.
 
     Raises:
         StoreError: it is missing or damaged.
     """
-    about = store.read_json(path.with_suffix(".json"))
+    written = path.with_suffix(".json")
+    form = _PIECE | {"axes": {str: [str]}, "pieces?": {str: _PIECE}}
+    about = check(store.read_json(written), form, written)
+    axes = about.pop("axes")
+    found = read_npz(path.with_suffix(".npz"), axes)
     try:
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:
-            arrays = {name: Named.of(file[name], *axes) for name, axes in about.pop("axes").items()}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, json.JSONDecodeError) as error:
-        raise StoreError(f"{path.with_suffix('.npz')} is missing or damaged ({error}).") from error
-    return arrays, about
+        return {name: Named.of(values, *axes[name]) for name, values in found.items()}, about
+    except ValueError as error:
+        raise StoreError(f"{written} does not fit {path.with_suffix('.npz').name} ({error}).") from error
 
 
 def spliced(stored: Mapping[str, Named], recomputed: Mapping[str, Named], seed: int = 0) -> Arrays:

@@ -22,6 +22,7 @@ from mesascope.presets import PRESETS, Variant
 from mesascope.report.data import panel_data, to_json
 from mesascope.report.section import heading, origin_of, section
 from mesascope.report.table import SIGNS, anchor, claims_table, sign
+from mesascope.untrusted import parse_json
 
 _SCALES = {
     "smoke": "Preset <b>smoke</b>: nothing was trained. The page shows that everything runs; its numbers mean nothing.",
@@ -223,5 +224,5 @@ def _configs(names: Iterable[str], scale: Scale) -> dict[str, Any]:
         if name in trained:
             found[name] = store.to_dict(trained[name])
         elif name.startswith("released/") and path.exists():
-            found[name] = json.loads(store.read_metadata(path).get("config", "null"))
+            found[name] = parse_json(store.read_metadata(path).get("config", "null"), path)
     return found

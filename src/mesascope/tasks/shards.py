@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from mesascope import store
 from mesascope.progress import Amount
 from mesascope.tasks.bpe import BPE
 from mesascope.tasks.documents import Document, Source, read_documents
+from mesascope.untrusted import StoreError, check, parse_json
 
 BATCH_CHARACTERS = 2**21
 NAMED_PROBLEMS = 100
@@ -151,26 +152,37 @@ def _tokenized(
 
 def read_record(path: Path) -> dict[str, Any]:
     """What is in a shard and where it ends. StoreError if it is not there or damaged."""
-    return json.loads(store.read_metadata(path)["record"])
+    return _record(store.read_metadata(path), path)
+
+
+PROBLEMS = {str: {"count": int, "where": [str]}}
+
+
+def _record(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    counts = {"documents": {str: int}, "tokens_of": {str: int}, "bytes_of": {str: int}}
+    form = {"end": [int], "last": bool, "parts": [str], "problems": PROBLEMS} | counts
+    record = check(parse_json(metadata.get("record", "null"), path), form, path)
+    if len(record["end"]) != 3 or min(record["end"]) < 0:
+        raise StoreError(f"{path}: expected a file, a line and a number of tokens where it ends.")
+    return record
 
 
 def map_shard(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and record of a shard, the arrays mapped into memory.
-
-    (A safetensors file is the length of its header in eight bytes, the header, and the arrays.)
-    """
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
-    content = (
-        np.memmap(path, np.uint8, "r", offset=8 + header_size) if size_of(path) > 8 + header_size else b""
+    """Arrays and record of a shard, the arrays mapped into memory and not compared with their checksum."""
+    arrays, metadata = store.map_arrays(path)
+    record = _record(metadata, path)
+    kinds = {"tokens": ("uint16", "uint32"), "starts": ("int64",), "parts": ("int32",)}
+    if arrays.keys() != kinds.keys() or any(
+        array.ndim != 1 or str(array.dtype) not in kinds[name] for name, array in arrays.items()
+    ):
+        raise StoreError(f"{path}: expected {', '.join(kinds)} as a shard has them.")
+    tokens, starts, parts = (arrays[name] for name in kinds)
+    ordered = starts.size == 0 or (
+        starts[0] >= 0 and starts[-1] < tokens.size and (starts[1:] > starts[:-1]).all()
     )
-    dtypes = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
-    record = json.loads(json.loads(header.pop("__metadata__")["mesascope"])["record"])
-    arrays = {
-        name: np.frombuffer(content[slice(*about["data_offsets"])], dtypes[about["dtype"]])
-        for name, about in header.items()
-    }
+    known = ((parts >= 0) & (parts < len(record["parts"]))).all()
+    if starts.shape != parts.shape or not ordered or not known:
+        raise StoreError(f"{path} is damaged: documents begin where there are none.")
     return arrays, record
 
 

@@ -32,8 +32,18 @@ from mesascope.progress import Amount
 from mesascope.store import StoreError
 from mesascope.tasks.bpe import BPE, FILES, check_size, checksums
 from mesascope.tasks.documents import Source, find_sources, read_documents
-from mesascope.tasks.shards import Place, Problems, make_shards, map_shard, read_record, sha256_of, size_of
+from mesascope.tasks.shards import (
+    PROBLEMS,
+    Place,
+    Problems,
+    make_shards,
+    map_shard,
+    read_record,
+    sha256_of,
+    size_of,
+)
 from mesascope.tasks.tokens import Passages
+from mesascope.untrusted import check, is_plain_name
 
 FORMAT = 1
 # A vocabulary is trained on so much of a corpus: more makes it slower and hardly different.
@@ -65,9 +75,22 @@ class Corpus:
             raise StoreError(
                 f"{self.path} is no prepared corpus, or not finished: run `mesascope lm prepare`."
             )
-        index = store.read_json(self.path / "index.json")
-        if index.get("format") != FORMAT:
+        path = self.path / "index.json"
+        index = check(store.read_json(path), {"format": int}, path)
+        if index["format"] != FORMAT:
             raise StoreError(f"{self.path} is of another version: run `mesascope lm prepare` again.")
+        check(index, _INDEX, path)
+        # Files of these names are opened, and made anew where they are damaged: no others may be named.
+        for split, content in index["splits"].items():
+            names = [_shard_name(split, i) for i in range(len(content["shards"]))]
+            if not is_plain_name(split) or names != [shard["file"] for shard in content["shards"]]:
+                raise StoreError(f"{path} names files that no corpus has. {_REPAIR}")
+        tokenizer = index["tokenizer"]
+        if (
+            sorted(tokenizer["files"]) != sorted(FILES)
+            or not 0 <= tokenizer["eos"] < tokenizer["size"] < 2**31
+        ):
+            raise StoreError(f"{path} describes no tokenizer. {_REPAIR}")
         return index
 
     @cached_property
@@ -169,6 +192,18 @@ class Corpus:
             self._streams[split] = _Stream.of([self.path / s["file"] for s in content["shards"]], self.index)
         return self._streams[split]
 
+
+_COUNTS = {"documents": int, "tokens": int, "text_bytes": int}
+_SPLIT = _COUNTS | {
+    "parts": {str: _COUNTS},
+    "problems": PROBLEMS,
+    "shards": [{"file": str, "bytes": int, "sha256": str}],
+}
+_INDEX = {
+    "ignored": [str],
+    "tokenizer": {"size": int, "eos": int, "files": {str: str}},
+    "splits": {str: _SPLIT},
+}
 
 _REPAIR = "Run the same `mesascope lm prepare` again: it makes anew what is damaged, and only that."
 
@@ -398,7 +433,7 @@ def _split_index(
     place, making, shards, records = Place(), None, [], []
     with Amount(console, split, sum(size_of(source.path) for source in sources)) as amount:
         while not (records and records[-1]["last"]):
-            path = folder / f"{split}-{len(records):05}.safetensors"
+            path = folder / _shard_name(split, len(records))
             try:
                 record = read_record(path)
                 making = None
@@ -423,6 +458,10 @@ def _split_index(
         "problems": problems.found,
         "shards": shards,
     }
+
+
+def _shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05}.safetensors"
 
 
 def _is_whole(folder: Path, shard: dict[str, Any]) -> bool:
