@@ -85,4 +85,6 @@ def shapes(config: Config) -> TrainState:
     try:
         return Trainer(config).shapes
     except Exception as error:  # absurd sizes fail in many ways
-        raise StoreError(f"{config.name}: there is no model of this configuration ({error}).") from error
+        raise StoreError(
+            f"{config.name}: there is no model of this configuration ({str(error)[:500]})."
+        ) from error

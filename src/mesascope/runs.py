@@ -189,8 +189,8 @@ class Run:
                 written_for = store.read_metadata(path).get("config")
                 if written_for != store.digest(self.config):
                     raise RunError(
-                        f"{path} is the checkpoint of another configuration ({written_for}). Nothing was changed: "
-                        "move it away, or start anew with --fresh."
+                        f"{path} is the checkpoint of another configuration ({str(written_for)[:20]}). "
+                        "Nothing was changed: move it away, or start anew with --fresh."
                     )
                 state = store.read_arrays(path, shapes)
             except StoreError as error:

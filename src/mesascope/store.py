@@ -107,7 +107,9 @@ def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:
     wanted = _named(like)
     for name in sorted(wanted.keys() ^ arrays.keys()):
         whose = "is missing" if name in wanted else "is not expected"
-        raise StoreError(f"{path}: the array {name!r} {whose}. Is it of another model or another version?")
+        raise StoreError(
+            f"{path}: the array {reprlib.repr(name)} {whose}. Is it of another model or another version?"
+        )
     for name, leaf in wanted.items():
         expected, got = (leaf.shape, leaf.dtype), (arrays[name].shape, arrays[name].dtype)
         if expected != got and not (any_float and expected[0] == got[0] and _is_float(got[1])):
@@ -147,7 +149,7 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
     for name in sorted(arrays):
         array = arrays[name]
         total.update(f"{name} {array.dtype} {array.shape}".encode())
-        total.update(array.reshape(-1).view(np.uint8))
+        total.update(array.reshape(-1).view(np.uint8).data)
     return total.hexdigest()
 
 
@@ -229,7 +231,7 @@ def _revive(data: Any, kinds: Mapping[str, type]) -> Any:
     try:
         return kind(**given)
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise StoreError(f"not a valid {kind.__name__}: {error}") from error
+        raise StoreError(f"not a valid {kind.__name__}: {str(error)[:500]}") from error
 
 
 def _fitted(value: Any, hint: Any, where: str) -> Any:

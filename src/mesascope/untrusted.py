@@ -6,6 +6,7 @@ larger than the file accounts for.
 
 import json
 import math
+import os
 import re
 import reprlib
 import struct
@@ -53,19 +54,20 @@ def read_bytes(path: Path, longest: int) -> bytes:
     """A file that is no longer than that."""
     try:
         with path.open("rb") as file:
-            content = file.read(longest + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > longest:
+                raise StoreError(f"{path}: expected at most {longest:,} bytes, got {size:,}.")
+            return file.read(size)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror}).") from error
-    if len(content) > longest:
-        raise StoreError(f"{path}: expected at most {longest:,} bytes.")
-    return content
 
 
 def parse_json(content: bytes | str, where: Any) -> Any:
     """What `read_json` reads, from memory."""
     try:
+        text = content if isinstance(content, str) else content.decode()
         value = json.loads(
-            content,
+            text,
             parse_constant=_no_number,
             parse_float=_finite,
             parse_int=_moderate,
@@ -73,11 +75,10 @@ def parse_json(content: bytes | str, where: Any) -> Any:
         )
         if _is_deeper(value, DEEPEST_JSON):
             raise ValueError(f"more than {DEEPEST_JSON} levels")
-        text = content if isinstance(content, str) else content.decode()
         if _SURROGATE.search(text):  # half of a pair is no character, and nobody could write it
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where}: expected JSON, but it is damaged ({error}).") from error
+        raise StoreError(f"{where}: expected JSON, but it is damaged ({str(error)[:500]}).") from error
     return value
 
 
@@ -169,7 +170,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size - 8 - length
+            size = os.fstat(file.fileno()).st_size - 8 - length
             if size < 0 or length > LONGEST_HEADER:
                 raise StoreError(f"{path} is damaged: it says that its header has {length:,} bytes.")
             header = check(parse_json(file.read(length), path), {str: object}, path)
@@ -222,7 +223,7 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     except StoreError:
         raise
     except _ZIP_ERRORS as error:
-        raise StoreError(f"{path} is missing or damaged ({error}).") from error
+        raise StoreError(f"{path} is missing or damaged ({str(error)[:200]}).") from error
 
 
 # All that zipfile raises for files that are none.

@@ -164,7 +164,7 @@ def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: Path) -
         results.write(directory / "arrays" / outcome.experiment.id, outcome.result.arrays, about)
         draw_to(outcome, directory / "figures")
     path = directory / "claims.json"
-    there = {claim["id"]: claim for claim in _committed(path)}
+    there = {claim["id"]: claim for claim in read_claims(path)}
     there |= {claim["id"]: claim for outcome in outcomes for claim in outcome.claims}
     store.write_json(path, list(there.values()))
 
@@ -185,10 +185,10 @@ def against_committed(outcomes: Sequence[Outcome]) -> list[str]:
     """Where the claims are not what the repository says."""
     path = released.directory() / "claims.json"
     found = [claim for outcome in outcomes for claim in outcome.claims]
-    return differences(found, _committed(path))
+    return differences(found, read_claims(path))
 
 
-def _committed(path: Path) -> list[dict[str, Any]]:
+def read_claims(path: Path) -> list[dict[str, Any]]:
     """Claims as `claims.json` has them."""
     one = {"what": str, "ours": (float, None), "interval": ([float], None)}
     form = [{"id": str, "verdict": str, "checks": [one]}]

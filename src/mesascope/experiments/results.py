@@ -86,7 +86,9 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
     try:
         return {name: Named.of(values, *axes[name]) for name, values in found.items()}, about
     except ValueError as error:
-        raise StoreError(f"{written} does not fit {path.with_suffix('.npz').name} ({error}).") from error
+        raise StoreError(
+            f"{written} does not fit {path.with_suffix('.npz').name} ({str(error)[:500]})."
+        ) from error
 
 
 def spliced(stored: Mapping[str, Named], recomputed: Mapping[str, Named], seed: int = 0) -> Arrays:

@@ -83,7 +83,11 @@ class Corpus:
         # Files of these names are opened, and made anew where they are damaged: no others may be named.
         for split, content in index["splits"].items():
             names = [_shard_name(split, i) for i in range(len(content["shards"]))]
-            if not is_plain_name(split) or names != [shard["file"] for shard in content["shards"]]:
+            if (
+                not names
+                or not is_plain_name(split)
+                or names != [shard["file"] for shard in content["shards"]]
+            ):
                 raise StoreError(f"{path} names files that no corpus has. {_REPAIR}")
         tokenizer = index["tokenizer"]
         if (
