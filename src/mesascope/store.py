@@ -98,7 +98,7 @@ def read_named(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file that `write_arrays` wrote, by the paths of their leaves."""
     arrays, metadata = map_arrays(path)
     _check_sum(path, arrays, metadata)
-    return arrays
+    return {name: np.array(array) for name, array in arrays.items()}
 
 
 def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:
