@@ -45,7 +45,7 @@ def tokens_like(config, *lead, time=7, seed=1):
     return jax.random.normal(jax.random.key(seed), (*lead, time, config.token_dim), jnp.float32)
 
 
-def in_numpy(model, tokens):
+def in_numpy(model, tokens, begins=None):
     """The same model for one sequence, one position, one head at a time, in float64."""
 
     def norm(x, scale):
@@ -54,8 +54,15 @@ def in_numpy(model, tokens):
         x = x - x.mean(-1, keepdims=True)
         return np.asarray(scale) * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
 
+    def features(x, nu):
+        r = np.maximum(np.concatenate([x, -x], 1), 0)
+        return np.concatenate([r * np.roll(r, i, 1) for i in range(1, nu + 1)], 1) if nu else x
+
     config = model.config
     x = np.asarray(tokens, np.float64)
+    first_of = np.zeros(len(x), int)  # where the document of each token begins
+    for t in range(len(x)):
+        first_of[t] = t if begins is not None and begins[t] else first_of[max(t - 1, 0)]
     weights = jax.tree.map(lambda a: np.asarray(a, np.float64), model)
     time = len(x)
     codes = None
@@ -71,33 +78,42 @@ def in_numpy(model, tokens):
     for i, (layer, block) in enumerate(zip(weights.layers, config.blocks, strict=True)):
         seen = norm(x, layer.mixer_norm).copy()
         seen[:, : config.masked] = 0
+        bias = dict.fromkeys(("queries", "keys", "values", "output", "mlp_in", "mlp_out"), 0.0)
+        if layer.biases is not None:
+            bias = {name: getattr(layer.biases, name) for name in bias}
         first = i == 0 and codes is not None and config.positions.at != "tokens"
         inputs = np.concatenate([seen, codes], 1) if first and config.positions.at == "key_inputs" else seen
         heads = []
         for h in range(block.heads):
             part = slice(h * block.key_dim, (h + 1) * block.key_dim)
             q, k, v = (
-                inputs @ layer.queries[:, part],
-                inputs @ layer.keys[:, part],
-                seen @ layer.values[:, part],
+                (inputs @ layer.queries + bias["queries"])[:, part],
+                (inputs @ layer.keys + bias["keys"])[:, part],
+                (seen @ layer.values + bias["values"])[:, part],
             )
             if first and config.positions.at == "keys":
                 q, k = np.concatenate([q, codes], 1), np.concatenate([k, codes], 1)
+            late = block.normalize is not None and block.normalize.of == "features"
+            if late:
+                q, k = features(q, block.dpfp), features(k, block.dpfp)
             if block.normalize is not None:
                 q = q / np.linalg.norm(q, axis=-1, keepdims=True)
                 if block.normalize.values:
                     v = v / np.linalg.norm(v, axis=-1, keepdims=True)
                 else:
                     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+            if not late:
+                q, k = features(q, block.dpfp), features(k, block.dpfp)
             if block.shift_keys:
                 k = np.concatenate([np.zeros_like(k[:1]), k[:-1]])
+                k[first_of == np.arange(time)] = 0
             gamma = np.ones(time)
             if layer.forget is not None:
                 gamma = 1 / (1 + np.exp(seen @ layer.forget[:, h] + layer.forget_bias[h]))
             out = np.zeros((time, v.shape[1]))
             phi = np.zeros((v.shape[1], k.shape[1]))
             for t in range(time):
-                reach = np.array([np.prod(gamma[j + 1 : t + 1]) for j in range(t + 1)])
+                reach = np.array([np.prod(gamma[j + 1 : t + 1]) * (j >= first_of[t]) for j in range(t + 1)])
                 if isinstance(block.mixer, Softmax):
                     score = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[1])) * reach
                     out[t] = score / score.sum() @ v[: t + 1]
@@ -105,19 +121,21 @@ def in_numpy(model, tokens):
                     out[t] = (reach * (k[: t + 1] @ q[t])) @ v[: t + 1]
                 elif isinstance(block.mixer, Mesa):
                     lam = layer.lam[h] if block.mixer.raw else np.log1p(np.exp(layer.lam[h]))
-                    gram = np.eye(k.shape[1]) / lam * np.prod(gamma[: t + 1])
+                    gram = np.eye(k.shape[1]) / lam * np.prod(gamma[first_of[t] : t + 1])
                     gram = gram + (k[: t + 1].T * reach) @ k[: t + 1]
                     out[t] = (v[: t + 1].T * reach) @ k[: t + 1] @ np.linalg.solve(gram, q[t])
                 else:
                     rate = 1 / (1 + np.exp(-seen[t] @ layer.rate[:, h]))
-                    phi = gamma[t] * phi
+                    phi = gamma[t] * phi * (first_of[t] < t)
                     phi = phi + rate * np.outer(v[t] - phi @ k[t], k[t])
                     out[t] = phi @ q[t]
             heads.append(out)
-        x = x + np.concatenate(heads, 1) @ layer.output
+        x = x + np.concatenate(heads, 1) @ layer.output + bias["output"]
         if block.mlp is not None:
-            hidden = norm(x, layer.mlp_norm) @ layer.mlp_in
-            x = x + (hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))) @ layer.mlp_out
+            hidden = norm(x, layer.mlp_norm) @ layer.mlp_in + bias["mlp_in"]
+            relu = block.mlp.activation == "relu"
+            hidden = np.maximum(hidden, 0) if relu else hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
+            x = x + hidden @ layer.mlp_out + bias["mlp_out"]
         if config.clip is not None:
             x = np.clip(x, -config.clip, config.clip)
     x = norm(x, weights.final_norm)
@@ -267,7 +285,7 @@ def test_softmax_decoding_needs_a_length():
     with pytest.raises(ValueError, match="length: softmax layers keep every token"):
         built(small(Softmax())).init_state(2)
     sizes = [x.size for x in jax.tree.leaves(built(small(Mesa())).init_state(2))]
-    assert sum(sizes) == 1 + 2 * 2 * 2 * (9 + 9)
+    assert sum(sizes) == 1 + 2 + 2 * 2 * 2 * (9 + 9)
 
 
 def test_gradients_are_the_slopes_of_the_numpy_model():

@@ -22,6 +22,7 @@ LAYERS = [
     "tasks",
     "models",
     "training",
+    "language",
     "theory",
     "analysis",
     "presets",

@@ -14,17 +14,19 @@ And a model decodes: `decode` goes on from a state, one token or many at a time.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
 from mesascope.ops.gradients import with_closed_form
 from mesascope.ops.softmax import causal_softmax
+from mesascope.store import later
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ class Normalize:
     Attributes:
         by: their Euclidean norm, their sum, or mean and standard deviation (LayerNorm without parameters).
         values: normalize values instead of keys (the released code does in mesa layers).
+        of: queries and keys as they are projected; or what meets in the end, which with DPFP is their features.
     """
 
     by: Literal["l2", "sum", "layer_norm"] = "l2"
     values: bool = False
+    of: Literal["projections", "features"] = later("projections")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +136,8 @@ class ModelConfig:
         masked: so many leading entries of the stream are hidden from the mixers (they are where predictions grow).
         init_std: of all weight matrices at the start.
         tf32: on a GPU, let projections and MLPs use TF32. The mixers never do.
+        biases: projections and MLPs have one, zero at the start. (LayerNorms have none: what follows them does.)
+        residual_init: `init_std` is so many times as large for matrices whose products are added to the stream.
     """
 
     token_dim: int
@@ -144,6 +150,8 @@ class ModelConfig:
     masked: int = 0
     init_std: float = 0.05
     tf32: bool = False
+    biases: bool = later(False)
+    residual_init: float = later(1.0)
 
     def __post_init__(self):
         if not self.blocks:
@@ -188,10 +196,49 @@ class LayerState(NamedTuple):
 
 
 class DecodingState(NamedTuple):
-    """What a model remembers of the tokens that it has read."""
+    """What a model remembers of the tokens that it has read.
+
+    Attributes:
+        position: how many there were.
+        began: at which of them the current document began.
+    """
 
     position: Int[Array, ""]
+    began: Int[Array, "*batch"]
     layers: tuple[LayerState, ...]
+
+
+class _Documents(NamedTuple):
+    """Where documents begin, for what does not reach across them.
+
+    Attributes:
+        begins: which tokens are the first of one; None if none of these is.
+        starts: for each token the position of the first of its document.
+    """
+
+    begins: Bool[Array, "*batch time"] | None
+    starts: Int[Array, "*batch time"]
+
+    @property
+    def segments(self) -> Int[Array, "*batch 1 time"] | None:
+        """Numbers that change where a document begins, for all heads."""
+        return None if self.begins is None else self.starts[..., None, :]
+
+
+def _documents(
+    begins: Bool[Array, "*batch time"] | None, time: int, state: DecodingState | None
+) -> _Documents | None:
+    if state is None:
+        if begins is None:
+            return None
+        position, began = jnp.zeros((), jnp.int32), jnp.zeros(begins.shape[:-1], jnp.int32)
+    else:
+        position, began = state.position, state.began
+    if begins is None:
+        return _Documents(None, jnp.broadcast_to(began[..., None], (*began.shape, time)))
+    at = position + jnp.arange(time, dtype=jnp.int32)
+    first = jnp.where(begins, at, began[..., None])
+    return _Documents(begins, jax.lax.cummax(first, first.ndim - 1))
 
 
 Edit = Callable[[Array], Array]
@@ -230,6 +277,27 @@ class _Tap:
                 )
 
 
+class Biases(eqx.Module):
+    """What one `Block` adds to its products."""
+
+    queries: Float[Array, " heads*key"]
+    keys: Float[Array, " heads*key"]
+    values: Float[Array, " heads*key"]
+    output: Float[Array, " model"]
+    mlp_in: Float[Array, " hidden"] | None
+    mlp_out: Float[Array, " model"] | None
+
+    def __init__(self, block: Block, width: int):
+        def zeros(size: int) -> Array:
+            return jnp.zeros(size, jnp.float32)
+
+        inner = block.heads * block.key_dim
+        self.queries, self.keys, self.values = zeros(inner), zeros(inner), zeros(inner)
+        self.output = zeros(width)
+        self.mlp_in = None if block.mlp is None else zeros(block.mlp.hidden)
+        self.mlp_out = None if block.mlp is None else zeros(width)
+
+
 class Layer(eqx.Module):
     """The weights of one `Block`."""
 
@@ -245,6 +313,7 @@ class Layer(eqx.Module):
     mlp_out: Float[Array, "hidden model"] | None
     mixer_norm: Float[Array, " model"] | None
     mlp_norm: Float[Array, " model"] | None
+    biases: Biases | None
 
     def __init__(self, block: Block, config: ModelConfig, *, first: bool, key: PRNGKeyArray):
         keys = iter(jax.random.split(key, 8))
@@ -252,11 +321,11 @@ class Layer(eqx.Module):
         codes = config.positions if first else None
         beside = codes.dim if codes is not None and codes.at == "key_inputs" else 0
 
-        def matrix(rows: int, columns: int) -> Array:
-            return config.init_std * jax.random.normal(next(keys), (rows, columns), jnp.float32)
+        def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+            return scale * config.init_std * jax.random.normal(next(keys), (rows, columns), jnp.float32)
 
         self.queries, self.keys = matrix(width + beside, inner), matrix(width + beside, inner)
-        self.values, self.output = matrix(width, inner), matrix(inner, width)
+        self.values, self.output = matrix(width, inner), matrix(inner, width, config.residual_init)
         self.lam = self.forget = self.forget_bias = self.rate = self.mlp_in = self.mlp_out = None
         if isinstance(block.mixer, Mesa):
             lam = block.mixer.lam_init
@@ -271,15 +340,19 @@ class Layer(eqx.Module):
                 jnp.full((block.heads,), -4.6, jnp.float32),
             )
         if block.mlp is not None:
-            self.mlp_in, self.mlp_out = matrix(width, block.mlp.hidden), matrix(block.mlp.hidden, width)
+            self.mlp_in = matrix(width, block.mlp.hidden)
+            self.mlp_out = matrix(block.mlp.hidden, width, config.residual_init)
         self.mixer_norm = jnp.ones(width, jnp.float32) if config.layer_norm else None
         self.mlp_norm = jnp.ones(width, jnp.float32) if config.layer_norm and block.mlp is not None else None
+        self.biases = Biases(block, width) if config.biases else None
 
 
 class Transformer(eqx.Module):
     """Reads tokens, predicts what comes next after each of them.
 
-    Every leaf is a float array and all else is static, so that plain `jit`, `vmap`, `grad` and optax apply.
+    Every leaf is a float array and all else is static, so that plain `jit`, `vmap`, `grad` and optax apply. It computes
+    in the dtype of the tokens, whatever that of its weights; for bfloat16, LayerNorms, features, gates and everything
+    that is fitted in context stay in float32.
     """
 
     embed: Float[Array, "token model"] | None
@@ -303,12 +376,26 @@ class Transformer(eqx.Module):
         )
         self.final_norm = jnp.ones(config.width, jnp.float32) if config.layer_norm else None
 
-    def __call__(self, tokens: Float[Array, "*batch time token"]) -> Float[Array, "*batch time output"]:
-        """Predictions after every token."""
-        return self._run(tokens, None, _Tap({}, record=False))[0]
+    def __call__(
+        self,
+        tokens: Float[Array, "*batch time token"],
+        *,
+        begins: Bool[Array, "*batch time"] | None = None,
+    ) -> Float[Array, "*batch time output"]:
+        """Predictions after every token.
+
+        Args:
+            begins: several documents in one sequence: which tokens are the first of one. Nothing that came before it
+                has an influence on a document, apart from the positions of its tokens.
+        """
+        return self._run(tokens, None, _Tap({}, record=False), begins)[0]
 
     def trace(
-        self, tokens: Float[Array, "*batch time token"], *, edit: Mapping[str, Edit] | None = None
+        self,
+        tokens: Float[Array, "*batch time token"],
+        *,
+        edit: Mapping[str, Edit] | None = None,
+        begins: Bool[Array, "*batch time"] | None = None,
     ) -> tuple[Float[Array, "*batch time output"], dict[str, Array]]:
         """Predictions, and every activation under its address.
 
@@ -316,9 +403,10 @@ class Transformer(eqx.Module):
 
         Args:
             edit: functions that replace activations on their way, by address.
+            begins: first tokens of documents.
         """
         tap = _Tap(edit or {}, record=True)
-        predictions, _ = self._run(tokens, None, tap)
+        predictions, _ = self._run(tokens, None, tap, begins)
         tap.check()
         return predictions, tap.seen
 
@@ -331,44 +419,57 @@ class Transformer(eqx.Module):
                 run time about a token beyond it: it takes the place of the last one.
         """
         layers = []
-        for i, (layer, block) in enumerate(zip(self.layers, self.config.blocks, strict=True)):
-            key_dim = block.key_dim
-            if i == 0 and self.config.positions is not None and self.config.positions.at == "keys":
-                key_dim += self.config.positions.dim
-            key_dim *= 2 * block.dpfp or 1
-            heads = (*batch, block.heads)
-            if isinstance(block.mixer, Softmax):
-                if length is None:
-                    raise ValueError("length: softmax layers keep every token; say how many there will be.")
-                memory = Cache(
-                    jnp.zeros((*heads, length, key_dim), jnp.float32),
-                    jnp.zeros((*heads, length, block.key_dim), jnp.float32),
-                    jnp.zeros((*heads, length), jnp.float32) if block.forgets else None,
-                )
-            elif isinstance(block.mixer, Mesa):
-                lam = jnp.broadcast_to(_lam(layer, block.mixer), (*heads, key_dim))
-                memory = mesa_init(lam, block.key_dim)
-                assert isinstance(memory, MesaState)
-            else:
-                memory = jnp.zeros((*heads, block.key_dim, key_dim), jnp.float32)
-            last_key = jnp.zeros((*heads, 1, key_dim), jnp.float32) if block.shift_keys else None
-            layers.append(LayerState(memory, last_key))
-        return DecodingState(jnp.zeros((), jnp.int32), tuple(layers))
+        for i, block in enumerate(self.config.blocks):
+            if isinstance(block.mixer, Softmax) and length is None:
+                raise ValueError("length: softmax layers keep every token; say how many there will be.")
+            shape = (*batch, block.heads, 1, self._key_dim(i))
+            last_key = jnp.zeros(shape, jnp.float32) if block.shift_keys else None
+            layers.append(LayerState(self._nothing_read(i, batch, length or 0), last_key))
+        return DecodingState(jnp.zeros((), jnp.int32), jnp.zeros(batch, jnp.int32), tuple(layers))
+
+    def _key_dim(self, i: int) -> int:
+        """Width of what meets in a layer."""
+        block, codes = self.config.blocks[i], self.config.positions
+        beside = codes.dim if i == 0 and codes is not None and codes.at == "keys" else 0
+        return (block.key_dim + beside) * (2 * block.dpfp or 1)
+
+    def _nothing_read(self, i: int, batch: tuple[int, ...], length: int) -> Cache | MesaState | Array:
+        """The memory of a layer before the first token."""
+        layer, block, key_dim = self.layers[i], self.config.blocks[i], self._key_dim(i)
+        heads = (*batch, block.heads)
+        if isinstance(block.mixer, Softmax):
+            return Cache(
+                jnp.zeros((*heads, length, key_dim), jnp.float32),
+                jnp.zeros((*heads, length, block.key_dim), jnp.float32),
+                jnp.zeros((*heads, length), jnp.float32) if block.forgets else None,
+            )
+        if isinstance(block.mixer, Mesa):
+            memory = mesa_init(jnp.broadcast_to(_lam(layer, block.mixer), (*heads, key_dim)), block.key_dim)
+            assert isinstance(memory, MesaState)
+            return memory
+        return jnp.zeros((*heads, block.key_dim, key_dim), jnp.float32)
 
     def decode(
-        self, tokens: Float[Array, "*batch time token"], state: DecodingState
+        self,
+        tokens: Float[Array, "*batch time token"],
+        state: DecodingState,
+        *,
+        begins: Bool[Array, "*batch time"] | None = None,
     ) -> tuple[Float[Array, "*batch time output"], DecodingState]:
         """Read on: predictions after each of these tokens, and the state after the last.
 
         However a sequence is cut into calls, the predictions are those of `model(tokens)`. Memory does not grow with
         what has been read; softmax layers allocate it all in `init_state`.
+
+        Args:
+            begins: first tokens of documents. Without, the current document goes on.
         """
-        predictions, after = self._run(tokens, state, _Tap({}, record=False))
+        predictions, after = self._run(tokens, state, _Tap({}, record=False), begins)
         assert after is not None
         return predictions, after
 
     def _run(
-        self, tokens: Array, state: DecodingState | None, tap: _Tap
+        self, tokens: Array, state: DecodingState | None, tap: _Tap, begins: Array | None = None
     ) -> tuple[Array, DecodingState | None]:
         config = self.config
         if tokens.ndim < 2 or tokens.shape[-1] != config.token_dim:
@@ -382,11 +483,15 @@ class Transformer(eqx.Module):
             if config.positions.at == "tokens":
                 x, codes = x + codes, None
         x = tap("embedded", x)
+        documents = _documents(begins, time, state)
         after = []
         for i, (layer, block) in enumerate(zip(self.layers, config.blocks, strict=True)):
             path = f"blocks.{i}"
             before = None if state is None else state.layers[i]
-            mixed, memory = self._mix(layer, block, x, codes if i == 0 else None, before, start, path, tap)
+            if before is not None and begins is not None:
+                before = before._replace(memory=self._forgotten(i, before.memory, begins))
+            shown = codes if i == 0 else None
+            mixed, memory = self._mix(layer, block, x, shown, before, start, documents, path, tap)
             after.append(memory)
             x = x + tap(f"{path}.mixer.out", mixed)
             if block.mlp is not None:
@@ -397,24 +502,37 @@ class Transformer(eqx.Module):
             x = tap(f"{path}.resid_post", x)
         x = layer_norm(x, self.final_norm)
         x = x[..., : config.output_dim] if self.unembed is None else self._project(x, self.unembed)
-        state = None if state is None else DecodingState(state.position + time, tuple(after))
+        if state is not None:
+            assert documents is not None
+            state = DecodingState(state.position + time, documents.starts[..., -1], tuple(after))
         return tap("predictions", x), state
 
-    def _project(self, x: Array, matrix: Array) -> Array:
+    def _forgotten(self, i: int, memory: Cache | MesaState | Array, begins: Array) -> Any:
+        """Nothing, where the next token is the first of a document. (Softmax layers do not look back that far.)"""
+        if isinstance(memory, Cache):
+            return memory
+        fresh = self._nothing_read(i, begins.shape[:-1], 0)
+        return jax.tree.map(lambda new, old: jnp.where(begins[..., :1, None, None], new, old), fresh, memory)
+
+    def _project(self, x: Array, matrix: Array, bias: Array | None = None) -> Array:
         precision = jax.lax.Precision.DEFAULT if self.config.tf32 else jax.lax.Precision.HIGHEST
-        return _matmul(x, matrix, precision)
+        product = matmul(x, matrix, precision, x.dtype)
+        return product if bias is None else product + bias.astype(x.dtype)
 
     def _mlp(self, layer: Layer, mlp: FeedForward, x: Array) -> Array:
         assert layer.mlp_in is not None
         assert layer.mlp_out is not None
-        hidden = self._project(layer_norm(x, layer.mlp_norm), layer.mlp_in)
-        return self._project(ACTIVATIONS[mlp.activation](hidden), layer.mlp_out)
+        bias_in, bias_out = (
+            (None, None) if layer.biases is None else (layer.biases.mlp_in, layer.biases.mlp_out)
+        )
+        hidden = self._project(layer_norm(x, layer.mlp_norm), layer.mlp_in, bias_in)
+        return self._project(ACTIVATIONS[mlp.activation](hidden), layer.mlp_out, bias_out)
 
     def _mix(
         self, layer: Layer, block: Block, x: Array, codes: Array | None,
-        before: LayerState | None, start: Array | None, path: str, tap: _Tap,
+        before: LayerState | None, start: Array | None, documents: _Documents | None, path: str, tap: _Tap,
     ) -> tuple[Array, LayerState | None]:  # fmt: skip
-        config = self.config
+        config, biases = self.config, layer.biases
         x = layer_norm(x, layer.mixer_norm)
         if config.masked:
             x = jnp.where(jnp.arange(config.width) < config.masked, 0, x)
@@ -427,28 +545,38 @@ class Transformer(eqx.Module):
         else:
             q, k = jnp.split(self._project(key_input, jnp.concatenate([layer.queries, layer.keys], 1)), 2, -1)
             v = self._project(x, layer.values)
-        q, k, v = (_heads(a, block.heads) for a in (q, k, v))
+        if biases is not None:
+            q, k, v = (
+                a + bias.astype(x.dtype)
+                for a, bias in ((q, biases.queries), (k, biases.keys), (v, biases.values))
+            )
+        q, k, v = (_heads(a, block.heads).astype(wide(x.dtype)) for a in (q, k, v))
         if codes is not None and beside == "keys":
             q, k = _beside(q, codes), _beside(k, codes)
+        if block.dpfp and (block.normalize is None or block.normalize.of == "features"):
+            q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
         if block.normalize is not None:
             q = _normalized(q, block.normalize)
             if block.normalize.values:
                 v = _normalized(v, block.normalize)
             else:
                 k = _normalized(k, block.normalize)
-        if block.dpfp:
-            q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
+            if block.dpfp and block.normalize.of == "projections":
+                q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
         last_key = None
         if block.shift_keys:
             previous = jnp.zeros_like(k[..., :1, :]) if before is None else before.last_key
             assert previous is not None
             last_key, k = k[..., -1:, :], jnp.concatenate([previous, k[..., :-1, :]], -2)
+            if documents is not None and documents.begins is not None:
+                k = jnp.where(documents.begins[..., None, :, None], 0, k)
         log_decay = rate = None
         if layer.forget is not None and layer.forget_bias is not None:
-            log_decay = -jax.nn.softplus(self._project(x, layer.forget) + layer.forget_bias)
+            gate = self._project(x.astype(wide(x.dtype)), layer.forget)
+            log_decay = -jax.nn.softplus(gate + layer.forget_bias)
             log_decay = tap(f"{path}.mixer.log_decay", jnp.swapaxes(log_decay, -1, -2))
         if layer.rate is not None:
-            rate = jax.nn.sigmoid(self._project(x, layer.rate))
+            rate = jax.nn.sigmoid(self._project(x.astype(wide(x.dtype)), layer.rate))
             rate = tap(f"{path}.mixer.rate", jnp.swapaxes(rate, -1, -2))
         q, k, v = (tap(f"{path}.mixer.{n}", a) for n, a in (("queries", q), ("keys", k), ("values", v)))
         memory = None if before is None else before.memory
@@ -456,54 +584,66 @@ class Transformer(eqx.Module):
             assert memory is None or isinstance(memory, Cache)
             wanted = tap.wants(f"{path}.mixer.attention")
             if memory is None and log_decay is None and not wanted:
-                heads = causal_softmax(q, k, v)
+                starts = None if documents is None else documents.starts[..., None, :]
+                q, k, v = (a.astype(x.dtype) for a in (q, k, v))
+                heads = causal_softmax(q, k, v, starts)
             else:
                 heads, memory = _softmax(
-                    q, k, v, log_decay, memory, start, lambda a: tap(f"{path}.mixer.attention", a)
+                    q, k, v, log_decay, memory, start, documents, lambda a: tap(f"{path}.mixer.attention", a)
                 )
         else:
-            mixer = block.mixer
+            mixer, segments = block.mixer, None if documents is None else documents.segments
 
             def attention() -> Array:
                 """What each output takes from each value: the outputs for values that are unit vectors."""
                 eye = jnp.broadcast_to(jnp.eye(q.shape[-2], dtype=v.dtype), (*v.shape[:-1], q.shape[-2]))
-                return _regress(layer, mixer, q, k, eye, log_decay, rate)[0]
+                return _regress(layer, mixer, q, k, eye, log_decay, rate, segments)[0]
 
             tap.note(f"{path}.mixer.attention", attention)
-            heads, memory = _regress(layer, mixer, q, k, v, log_decay, rate, memory)
+            heads, memory = _regress(layer, mixer, q, k, v, log_decay, rate, segments, memory)
         heads = tap(f"{path}.mixer.heads", heads)
         after = None if memory is None else LayerState(memory, last_key)
-        return self._project(_join_heads(heads), layer.output), after
+        bias = None if biases is None else biases.output
+        return self._project(_join_heads(heads).astype(x.dtype), layer.output, bias), after
 
 
-def _product(x: Array, matrix: Array, precision: jax.lax.Precision) -> Array:
-    return jnp.matmul(x, matrix, precision=precision)
+def wide(dtype: DTypeLike) -> jnp.dtype:
+    """What is computed in more than bfloat16 has this dtype."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _product(x: Array, matrix: Array, precision: jax.lax.Precision, out: jnp.dtype) -> Array:
+    return jnp.matmul(x, matrix.astype(x.dtype), precision=precision, preferred_element_type=out)
 
 
 def _product_forward(
-    x: Array, matrix: Array, precision: jax.lax.Precision
+    x: Array, matrix: Array, precision: jax.lax.Precision, out: jnp.dtype
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, matrix, precision), (x, matrix)
+    return _product(x, matrix, precision, out), (x, matrix)
 
 
 def _product_backward(
-    precision: jax.lax.Precision, saved: tuple[Array, Array], bar: Array
+    precision: jax.lax.Precision, out: jnp.dtype, saved: tuple[Array, Array], bar: Array
 ) -> tuple[Array, Array]:
     x, matrix = saved
+    bar = bar.astype(x.dtype)
     rows, columns = x.reshape(-1, x.shape[-1]), bar.reshape(-1, bar.shape[-1])
+    # Sums over all tokens of a batch are not rounded to bfloat16.
+    sums = jnp.einsum("ri,ro->io", rows, columns, precision=precision, preferred_element_type=wide(x.dtype))
     return (
-        jnp.einsum("...o,io->...i", bar, matrix, precision=precision).astype(x.dtype),
-        jnp.einsum("ri,ro->io", rows, columns, precision=precision).astype(matrix.dtype),
+        jnp.einsum("...o,io->...i", bar, matrix.astype(x.dtype), precision=precision),
+        sums.astype(matrix.dtype),
     )
 
 
 # What JAX derives is the gradient's transpose, and XLA's CPU backend then copies the whole batch transposed.
-_matmul = with_closed_form(_product, _product_forward, _product_backward, static=(2,))
+matmul = with_closed_form(_product, _product_forward, _product_backward, static=(2, 3))
+"""`matmul(x, matrix, precision, out)`: products in the dtype of x, summed up in the dtype `out`."""
 
 
 def _softmax(
     q: Array, k: Array, v: Array, log_decay: Array | None,
-    cache: Cache | None, start: Array | None, tap: Callable[[Array], Array],
+    cache: Cache | None, start: Array | None, documents: _Documents | None, tap: Callable[[Array], Array],
 ) -> tuple[Array, Cache | None]:  # fmt: skip
     """Attention to these tokens, and to those of the cache, which they are added to."""
     times = jnp.arange(q.shape[-2], dtype=jnp.int32)
@@ -528,25 +668,30 @@ def _softmax(
         past = running if cache is None else cache.log_decay
         assert past is not None
         logits = logits + running[..., :, None] - past[..., None, :]
-    causal = jnp.arange(k.shape[-2], dtype=jnp.int32) <= times[:, None]
-    weights = tap(jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1))
+    index = jnp.arange(k.shape[-2], dtype=jnp.int32)
+    visible = index <= times[:, None]
+    if documents is not None:
+        visible = visible & (index >= documents.starts[..., None, :, None])
+    weights = tap(jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), -1))
     return jnp.einsum("...ti,...id->...td", weights, v, precision=jax.lax.Precision.HIGHEST), cache
 
 
 def _regress(
     layer: Layer, mixer: Linear | Mesa | Delta, q: Array, k: Array, v: Array,
-    log_decay: Array | None, rate: Array | None, memory: Cache | MesaState | Array | None = None,
+    log_decay: Array | None, rate: Array | None, segments: Array | None,
+    memory: Cache | MesaState | Array | None = None,
 ) -> tuple[Array, MesaState | Array | None]:  # fmt: skip
     """Attention through a matrix fitted to the pairs so far."""
     if isinstance(mixer, Mesa):
-        lam = _lam(layer, mixer)
+        attend = partial(
+            mesa_attention,
+            q, k, v, _lam(layer, mixer), log_decay=log_decay, segment_ids=segments, method=mixer.method,
+        )  # fmt: skip
         if memory is None:
-            return mesa_attention(q, k, v, lam, log_decay=log_decay, method=mixer.method), None
+            return attend(), None
         assert isinstance(memory, MesaState)
         if q.shape[-2] > 1:
-            out, after = mesa_attention(
-                q, k, v, lam, log_decay=log_decay, state=memory, method=mixer.method, return_state=True
-            )
+            out, after = attend(state=memory, return_state=True)
         else:
             log_decay = None if log_decay is None else log_decay[..., 0]
             after, out = mesa_step(memory, q[..., 0, :], k[..., 0, :], v[..., 0, :], log_decay=log_decay)
@@ -555,10 +700,14 @@ def _regress(
         return out, after
     assert memory is None or isinstance(memory, Array)
     if isinstance(mixer, Linear):
-        out, after = linear_attention(q, k, v, log_decay=log_decay, state=memory, return_state=True)
+        out, after = linear_attention(
+            q, k, v, log_decay=log_decay, segment_ids=segments, state=memory, return_state=True
+        )
     else:
         assert rate is not None
-        out, after = delta_attention(q, k, v, rate, log_decay=log_decay, state=memory, return_state=True)
+        out, after = delta_attention(
+            q, k, v, rate, log_decay=log_decay, segment_ids=segments, state=memory, return_state=True
+        )
     return out, None if memory is None else after
 
 
@@ -607,7 +756,7 @@ def _beside(x: Array, codes: Array) -> Array:
 
 def layer_norm(x: Array, scale: Array | None) -> Array:
     """Mean zero and variance one over the last axis, times the scale; x itself where there is none."""
-    return x if scale is None else scale * _standardized(x)
+    return x if scale is None else (scale * _standardized(x.astype(wide(x.dtype)))).astype(x.dtype)
 
 
 def _standardized(x: Array) -> Array:

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
@@ -163,13 +163,28 @@ def _metadata_checksum(metadata: Mapping[str, str]) -> str:
 
 def to_dict(value: Any) -> Any:
     """A frozen dataclass as JSON data: every one of them carries the name of its kind."""
+    return _to_dict(value, all_fields=True)
+
+
+def _to_dict(value: Any, *, all_fields: bool) -> Any:
     if is_dataclass(value):
+        kept = [f for f in fields(value) if all_fields or not _is_later_default(value, f)]
         return {"kind": type(value).__name__} | {
-            f.name: to_dict(getattr(value, f.name)) for f in fields(value)
+            f.name: _to_dict(getattr(value, f.name), all_fields=all_fields) for f in kept
         }
     if isinstance(value, tuple):
-        return [to_dict(v) for v in value]
+        return [_to_dict(v, all_fields=all_fields) for v in value]
     return value
+
+
+def _is_later_default(value: Any, of: Field) -> bool:
+    return bool(of.metadata.get("later")) and getattr(value, of.name) == of.default
+
+
+def later(default: Any) -> Any:
+    """A field that did not exist when configurations had already been stored: while it has its default, their digests,
+    and so the names of their runs, are what they were."""
+    return field(default=default, metadata={"later": True})
 
 
 def from_dict(data: Any, root: type[T]) -> T:
@@ -207,7 +222,7 @@ def with_field(config: T, assignment: str) -> T:
 
 def digest(config: Any) -> str:
     """Ten hexadecimal digits that tell configurations apart."""
-    canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(_to_dict(config, all_fields=False), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
 

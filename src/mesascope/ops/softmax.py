@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mesascope.ops.gradients import with_closed_form
 from mesascope.ops.methods import has_kernels
@@ -19,44 +19,64 @@ def causal_softmax(
     queries: Float[Array, "*batch time key"],
     keys: Float[Array, "*batch time key"],
     values: Float[Array, "*batch time value"],
+    starts: Int[Array, "*batch time"] | None = None,
 ) -> Float[Array, "*batch time value"]:
     r"""$o_t = \sum_{i\le t} p_{ti} v_i / \sum_{i\le t} p_{ti}$ with $p_{ti} = e^{q_t^\top k_i/\sqrt d - m_t}$.
 
     $m_t$ is the largest exponent of row t. Outputs are divided by the sums instead of the $T \times T$ weights, and
     with $\hat o_t = \bar o_t / \sum_i p_{ti}$ the gradient takes one pass over them:
     $\bar s_{ti} = p_{ti}(\hat o_t^\top v_i - \hat o_t^\top o_t)$.
+
+    bfloat16 is multiplied as such and summed up in float32; exponentials are taken in float32 and kept in bfloat16.
+
+    Args:
+        starts: where the document of each token begins; sums are from there on.
     """
     time, width = queries.shape[-2], max(queries.shape[-1], values.shape[-1])
     fits = time <= _LONGEST and width <= _WIDEST and queries.dtype == jnp.float32
-    if fits and has_kernels():
+    if fits and starts is None and has_kernels():
         return fused_softmax(queries, keys, values)
-    return plain_softmax(queries, keys, values)
+    return plain_softmax(queries, keys, values, starts)
 
 
-def _plain(q: Array, k: Array, v: Array) -> Array:
-    return _plain_forward(q, k, v)[0]
+def _plain(q: Array, k: Array, v: Array, starts: Array | None = None) -> Array:
+    return _plain_forward(q, k, v, starts)[0]
 
 
-def _plain_forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+def _einsum(equation: str, a: Array, b: Array) -> Array:
+    """In the dtype of what is multiplied, summed up in float32 at least."""
+    out = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    return jnp.einsum(equation, a, b, precision=HIGHEST, preferred_element_type=out)
+
+
+def _plain_forward(
+    q: Array, k: Array, v: Array, starts: Array | None = None
+) -> tuple[Array, tuple[Array | None, ...]]:
     time = q.shape[-2]
     q = q * (1 / math.sqrt(q.shape[-1]))
-    s = jnp.einsum("...td,...id->...ti", q, k, precision=HIGHEST)
-    s = jnp.where(jnp.tril(jnp.ones((time, time), bool)), s, -jnp.inf)
+    s = _einsum("...td,...id->...ti", q, k)
+    visible = jnp.tril(jnp.ones((time, time), bool))
+    if starts is not None:
+        visible = visible & (jnp.arange(time, dtype=starts.dtype) >= starts[..., None])
+    s = jnp.where(visible, s, -jnp.inf)
     p = jnp.exp(s - jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True)))
     total = jnp.sum(p, -1, keepdims=True)
-    out = jnp.einsum("...ti,...iv->...tv", p, v, precision=HIGHEST) / total
-    return out, (q, k, v, p, total, out)
+    p = p.astype(v.dtype)
+    out = _einsum("...ti,...iv->...tv", p, v) / total
+    return out.astype(v.dtype), (q, k, v, starts, p, total, out)
 
 
-def _plain_backward(saved: tuple[Array, ...], out_bar: Array) -> tuple[Array, Array, Array]:
-    q, k, v, p, total, out = saved
-    pulled = out_bar / total
+def _plain_backward(saved: tuple[Array, ...], out_bar: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, _, p, total, out = saved
+    pulled = out_bar.astype(out.dtype) / total
     offset = jnp.sum(pulled * out, -1, keepdims=True)
-    s_bar = p * (jnp.einsum("...tv,...iv->...ti", pulled, v, precision=HIGHEST) - offset)
-    v_bar = jnp.einsum("...ti,...tv->...iv", p, pulled, precision=HIGHEST)
-    q_bar = jnp.einsum("...ti,...id->...td", s_bar, k, precision=HIGHEST) * (1 / math.sqrt(q.shape[-1]))
-    k_bar = jnp.einsum("...ti,...td->...id", s_bar, q, precision=HIGHEST)
-    return q_bar, k_bar, v_bar
+    pulled = pulled.astype(v.dtype)
+    s_bar = p.astype(out.dtype) * (_einsum("...tv,...iv->...ti", pulled, v) - offset)
+    s_bar = s_bar.astype(q.dtype)
+    v_bar = _einsum("...ti,...tv->...iv", p, pulled)
+    q_bar = _einsum("...ti,...id->...td", s_bar, k) * (1 / math.sqrt(q.shape[-1]))
+    k_bar = _einsum("...ti,...td->...id", s_bar, q)
+    return q_bar.astype(q.dtype), k_bar.astype(k.dtype), v_bar.astype(v.dtype), None
 
 
 plain_softmax = with_closed_form(_plain, _plain_forward, _plain_backward)
