@@ -36,6 +36,41 @@ def test_values_and_gradients(lead, time, scale, dtype, op):
 
 
 @pytest.mark.parametrize("op", [plain_softmax, fused_softmax], ids=["plain", "fused"])
+@pytest.mark.parametrize("time", [30, 150])
+def test_documents(time, op):
+    """Each is as if it were alone: values and gradients."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, g = (jax.random.normal(x, (2, 3, time, 4), jnp.float64) for x in keys)
+    cuts = np.array([[0, 7, 20], [0, time // 2, time - 2]])
+    starts = jnp.asarray(np.stack([c[np.searchsorted(c, np.arange(time), side="right") - 1] for c in cuts]))[
+        :, None
+    ]
+    out, pull = jax.vjp(jax.jit(lambda q, k, v: op(q, k, v, starts)), q, k, v)
+    got = pull(g)
+    for row, cut in enumerate(cuts):
+        for low, high in zip(cut, [*cut[1:], time], strict=True):
+            here = np.s_[row, :, low:high]
+            expected, alone = jax.vjp(textbook, q[here], k[here], v[here])
+            assert_close(out[here], expected)
+            for a, b in zip(got, alone(g[here]), strict=True):
+                assert_close(a[here], b)
+
+
+@pytest.mark.parametrize("op", [plain_softmax, fused_softmax], ids=["plain", "fused"])
+@pytest.mark.parametrize("time", [30, 150])
+def test_bfloat16_is_summed_up_in_float32(time, op):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, g = (jax.random.normal(x, (2, time, 16), jnp.bfloat16) for x in keys)
+    out, pull = jax.vjp(jax.jit(op), q, k, v)
+    expected, exact = jax.vjp(textbook, *(a.astype(jnp.float64) for a in (q, k, v)))
+    pairs = zip((out, *pull(g)), (expected, *exact(g.astype(jnp.float64))), strict=True)
+    for a, b in pairs:
+        assert a.dtype == jnp.bfloat16
+        # A few roundings to eight bits, which sums do not add to.
+        assert np.linalg.norm(np.asarray(a, np.float64) - b) <= 2**-7 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("op", [plain_softmax, fused_softmax], ids=["plain", "fused"])
 def test_under_vmap_and_with_enormous_logits(op):
     q, k, v = (1e3 * jax.random.normal(jax.random.key(i), (3, 2, 6, 4)) for i in range(3))
     slope = jax.jit(jax.vmap(jax.grad(lambda q, k, v: jnp.sum(op(q, k, v) ** 2), (0, 1, 2))))
@@ -57,15 +92,28 @@ def test_second_derivatives_of_the_kernel_are_those_of_the_formula(time):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("time", "width"), [(50, 20), (64, 64), (224, 20), (1000, 64)])
-def test_the_compiled_kernel_is_exact(time, width):
+def test_the_compiled_kernel_is_exact(time, width, documents):
     assert jax.default_backend() == "gpu"
     q, k, v = (jax.random.normal(jax.random.key(i), (8, time, width), jnp.float32) for i in range(3))
+    starts = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32) // 40 * 40, (8, time)) if documents else None
 
     def outcome(op):
-        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(op(*a))), (0, 1, 2)))(q, k, v)
+        loss = lambda q, k, v: jnp.sum(jnp.sin(op(q, k, v, starts)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
 
     assert_close(outcome(fused_softmax), outcome(plain_softmax))
+
+
+@pytest.mark.gpu
+def test_the_compiled_kernel_takes_bfloat16():
+    q, k, v = (jax.random.normal(jax.random.key(i), (8, 1000, 64), jnp.bfloat16) for i in range(3))
+    loss = lambda op: lambda q, k, v: jnp.sum(op(q, k, v).astype(jnp.float32) ** 2)  # noqa: E731
+    ours, theirs = (jax.jit(jax.grad(loss(op), (0, 1, 2)))(q, k, v) for op in (fused_softmax, plain_softmax))
+    for a, b in zip(ours, theirs, strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.linalg.norm(a - b) <= 2**-6 * np.linalg.norm(b)
 
 
 @pytest.mark.gpu

@@ -38,11 +38,14 @@ def loop_between(start: Any, stop: Any, body: Callable, carry: Any) -> Any:
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """A product as exact as float32: on tensor cores as three TF32 products."""
+    """A product as exact as float32: on tensor cores as three TF32 products. Of bfloat16, summed up in float32."""
     split = a.dtype == jnp.float32 and not interpreted()
     precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if split else lax.Precision.HIGHEST
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=a.dtype)
+    out = jnp.float32 if a.dtype == jnp.bfloat16 else a.dtype
+    return lax.dot_general(
+        a, b, dimensions, precision=None if a.dtype == jnp.bfloat16 else precision, preferred_element_type=out
+    )
 
 
 def load(ref: Any, rows: Array, columns: Array, shape: tuple[int, int], *, number: Any = None) -> Array:

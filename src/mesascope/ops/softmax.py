@@ -34,7 +34,9 @@ def causal_softmax(
     """
     time, width = queries.shape[-2], max(queries.shape[-1], values.shape[-1])
     fits = time <= _LONGEST and width <= _WIDEST and queries.dtype == jnp.float32
-    if fits and starts is None and has_kernels():
+    if (
+        fits and starts is None and has_kernels()
+    ):  # with starts, bfloat16 or beyond that length: not tried yet
         return fused_softmax(queries, keys, values)
     return plain_softmax(queries, keys, values, starts)
 
@@ -82,15 +84,22 @@ def _plain_backward(saved: tuple[Array, ...], out_bar: Array) -> tuple[Array, Ar
 plain_softmax = with_closed_form(_plain, _plain_forward, _plain_backward)
 
 
-def _fused(q: Array, k: Array, v: Array) -> Array:
-    return remembering(q, k, v)[0]
+def _fused(q: Array, k: Array, v: Array, starts: Array | None = None) -> Array:
+    return remembering(q, k, v, starts)[0]
 
 
-def _heads(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _heads(q: Array, k: Array, v: Array, starts: Array | None) -> tuple[tuple[int, ...], dict[str, Any]]:
     """The leading axes, and the arrays with one of them."""
-    leading = jnp.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v)))
-    flat = (jnp.broadcast_to(a, (*leading, *a.shape[-2:])).reshape(-1, *a.shape[-2:]) for a in (q, k, v))
-    return leading, dict(zip("qkv", flat, strict=True))
+    given = dict(q=q, k=k, v=v)
+    leading = jnp.broadcast_shapes(*(a.shape[:-2] for a in given.values()))
+    flat: dict[str, Any] = {
+        name: jnp.broadcast_to(a, (*leading, *a.shape[-2:])).reshape(-1, *a.shape[-2:])
+        for name, a in given.items()
+    }
+    if starts is not None:
+        wide = jnp.broadcast_to(starts.astype(jnp.int32), (*leading, starts.shape[-1]))
+        flat["starts"] = wide.reshape(-1, starts.shape[-1])
+    return leading, flat
 
 
 class _Tiles:
@@ -99,15 +108,17 @@ class _Tiles:
     Attributes:
         size: tokens of a block.
         blocks: of a head; a program is one of them, and loops over those that it sees or is seen by.
+        sums: dtype of sums.
     """
 
-    def __init__(self, time: int, key: int, value: int):
+    def __init__(self, heads: dict[str, Any]):
         from mesascope.ops import kernels  # its compiler is not everywhere
 
         self.kernels = kernels
-        self.time, self.key, self.value = time, key, value
-        self.size = min(_BLOCK, kernels.padded(time))
-        self.blocks = -(-time // self.size)
+        (_, self.time, self.key), self.value = heads["q"].shape, heads["v"].shape[-1]
+        self.size = min(_BLOCK, kernels.padded(self.time))
+        self.blocks = -(-self.time // self.size)
+        self.sums = jnp.float64 if heads["q"].dtype == jnp.float64 else jnp.float32
 
     # Made within a kernel, which may not bring constants along.
 
@@ -118,6 +129,9 @@ class _Tiles:
     @property
     def columns(self) -> Array:
         return self.kernels.indices(self.kernels.padded(self.value))
+
+    def zeros(self, *shape: int) -> Array:
+        return jnp.zeros(shape, self.sums)
 
     def call(self, kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Array]:
         warps = 4 if max(self.key, self.value) <= 32 or self.blocks == 1 else 8
@@ -130,27 +144,32 @@ class _Tiles:
         return self.kernels.load(ref, tokens, columns, (self.time, ref.shape[-1]))
 
     def store(self, ref: Any, tokens: Array, columns: Array, value: Array) -> None:
-        self.kernels.store(ref, tokens, columns, (self.time, ref.shape[-1]), value)
+        self.kernels.store(ref, tokens, columns, (self.time, ref.shape[-1]), value.astype(ref.dtype))
 
     def queries(self, refs: dict[str, Any], tokens: Array) -> Array:
         return self.load(refs["q"], tokens, self.rows) * (1 / math.sqrt(self.key))
 
-    def scores(self, queries: Array, seeing: Array, keys: Array, seen: Array) -> Array:
-        return jnp.where(seeing[:, None] >= seen[None, :], self.kernels.dot(queries, keys, (1, 1)), -jnp.inf)
+    def scores(self, refs: dict[str, Any], queries: Array, seeing: Array, keys: Array, seen: Array) -> Array:
+        visible = seeing[:, None] >= seen[None, :]
+        if "starts" in refs:
+            starts = self.kernels.load_vector(refs["starts"], seeing, self.time, 0)
+            visible = visible & (seen[None, :] >= starts[:, None])
+        return jnp.where(visible, self.kernels.dot(queries, keys, (1, 1)), -jnp.inf)
 
     def over(self, start: Any, stop: Any, body: Any, carry: Any) -> Any:
         """A loop over blocks, or what is left of it where there is only one."""
         return body(0, carry) if self.blocks == 1 else self.kernels.loop_between(start, stop, body, carry)
 
 
-def _remembering(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _remembering(q: Array, k: Array, v: Array, starts: Array | None = None) -> tuple[Array, Array]:
     """Outputs, and the logarithm of each row's sum of exponentials.
 
     Sums run over blocks of keys, relative to the largest exponent so far: they shrink when a larger one appears.
     """
-    leading, heads = _heads(q, k, v)
-    (batch, time, d), dv = heads["q"].shape, v.shape[-1]
-    tiles = _Tiles(time, d, dv)
+    leading, heads = _heads(q, k, v, starts)
+    batch, time, dv = *heads["q"].shape[:2], v.shape[-1]
+    tiles = _Tiles(heads)
+    dot = tiles.kernels.dot
 
     def kernel(refs: dict[str, Any], block: Any) -> None:
         tokens = tiles.tokens(block)
@@ -159,33 +178,36 @@ def _remembering(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         def visit(other: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             out, total, largest = carry
             seen = tiles.tokens(other)
-            s = tiles.scores(q, tokens, tiles.load(refs["k"], seen, tiles.rows), seen)
+            s = tiles.scores(refs, q, tokens, tiles.load(refs["k"], seen, tiles.rows), seen)
             new_largest = jnp.maximum(largest, jnp.max(s, 1))
             p, shrunk = jnp.exp(s - new_largest[:, None]), jnp.exp(largest - new_largest)
-            out = shrunk[:, None] * out + tiles.kernels.dot(p, tiles.load(refs["v"], seen, tiles.columns))
+            v = tiles.load(refs["v"], seen, tiles.columns)
+            out = shrunk[:, None] * out + dot(p.astype(v.dtype), v)
             return out, shrunk * total + jnp.sum(p, 1), new_largest
 
-        nothing = jnp.zeros((tiles.size,), q.dtype)
-        start = (jnp.zeros((tiles.size, len(tiles.columns)), q.dtype), nothing, nothing - jnp.inf)
+        nothing = tiles.zeros(tiles.size)
+        # Finite, so that a block in which a token sees nothing leaves no NaN.
+        lowest = nothing + float(jnp.finfo(tiles.sums).min)
+        start = (tiles.zeros(tiles.size, len(tiles.columns)), nothing, lowest)
         out, total, largest = tiles.over(0, block + 1, visit, start)
         tiles.store(refs["new_out"], tokens, tiles.columns, out / total[:, None])
         tiles.kernels.store_vector(refs["new_log_sum"], tokens, time, largest + jnp.log(total))
 
     outputs = dict(
         out=jax.ShapeDtypeStruct((batch, time, dv), q.dtype),
-        log_sum=jax.ShapeDtypeStruct((batch, time), q.dtype),
+        log_sum=jax.ShapeDtypeStruct((batch, time), tiles.sums),
     )
     results = tiles.call(kernel, heads, outputs)
     return results["out"].reshape(*leading, time, dv), results["log_sum"].reshape(*leading, time)
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, log_sum: Array, out: Array, out_bar: Array
+    q: Array, k: Array, v: Array, starts: Array | None, log_sum: Array, out: Array, out_bar: Array
 ) -> tuple[Array, Array, Array]:
     """From the outputs' cotangents to those of q, k and v: a sum over the past for q, over the future for k and v."""
-    leading, heads = _heads(q, k, v)
-    (batch, time, d), dv = heads["q"].shape, v.shape[-1]
-    tiles = _Tiles(time, d, dv)
+    leading, heads = _heads(q, k, v, starts)
+    batch, time, d, dv = *heads["q"].shape, v.shape[-1]
+    tiles = _Tiles(heads)
     alone = tiles.blocks == 1
     dot = tiles.kernels.dot
 
@@ -193,11 +215,11 @@ def _gradients(
         """The weights p, their logits' cotangent, and the outputs' cotangent."""
         bar = tiles.load(refs["bar"], seeing, tiles.columns)
         log_sum = tiles.kernels.load_vector(refs["log_sum"], seeing, time)
-        p = jnp.exp(tiles.scores(q, seeing, k, seen) - log_sum[:, None])
+        p = jnp.exp(tiles.scores(refs, q, seeing, k, seen) - log_sum[:, None])
         p_bar = dot(bar, v, (1, 1))
         # Σ_i p_ti p̄_ti = ō_tᵀo_t
         offset = jnp.sum(p * p_bar, 1) if alone else tiles.kernels.load_vector(refs["offset"], seeing, time)
-        return p, p * (p_bar - offset[:, None]), bar
+        return p.astype(q.dtype), (p * (p_bar - offset[:, None])).astype(q.dtype), bar
 
     def kernel_of_keys(refs: dict[str, Any], block: Any) -> None:
         seen = tiles.tokens(block)
@@ -212,7 +234,7 @@ def _gradients(
                 tiles.store(refs["new_q"], seeing, tiles.rows, dot(s_bar, k) * (1 / math.sqrt(d)))
             return k_bar + dot(s_bar, q, (0, 0)), v_bar + dot(p, bar, (0, 0))
 
-        k_bar, v_bar = tiles.over(block, tiles.blocks, visit, (jnp.zeros_like(k), jnp.zeros_like(v)))
+        k_bar, v_bar = tiles.over(block, tiles.blocks, visit, (tiles.zeros(*k.shape), tiles.zeros(*v.shape)))
         tiles.store(refs["new_k"], seen, tiles.rows, k_bar)
         tiles.store(refs["new_v"], seen, tiles.columns, v_bar)
 
@@ -225,12 +247,12 @@ def _gradients(
             k, v = tiles.load(refs["k"], seen, tiles.rows), tiles.load(refs["v"], seen, tiles.columns)
             return q_bar + dot(pulled(refs, seeing, q, k, v, seen)[1], k)
 
-        q_bar = tiles.over(0, block + 1, visit, jnp.zeros_like(q))
+        q_bar = tiles.over(0, block + 1, visit, tiles.zeros(*q.shape))
         tiles.store(refs["new_q"], seeing, tiles.rows, q_bar * (1 / math.sqrt(d)))
 
     inputs = heads | dict(bar=out_bar.reshape(batch, time, dv), log_sum=log_sum.reshape(batch, time))
     if not alone:
-        inputs |= dict(offset=jnp.sum(out_bar * out, -1).reshape(batch, time))
+        inputs |= dict(offset=jnp.sum((out_bar * out).astype(tiles.sums), -1).reshape(batch, time))
     outputs = {name: jax.ShapeDtypeStruct(heads[name].shape, q.dtype) for name in "qkv"}
     if alone:
         results = tiles.call(kernel_of_keys, inputs, outputs)
@@ -241,40 +263,43 @@ def _gradients(
     return q_bar, k_bar, v_bar
 
 
-def _fused_forward(q: Array, k: Array, v: Array):
-    out, log_sum = remembering(q, k, v)
-    return out, (q, k, v, log_sum, out)
+def _fused_forward(q: Array, k: Array, v: Array, starts: Array | None = None):
+    out, log_sum = remembering(q, k, v, starts)
+    return out, (q, k, v, starts, log_sum, out)
 
 
 # Second derivatives are left to XLA, with respect to the inputs and not by way of what was saved of them.
 
 
-def _pull(q: Array, k: Array, v: Array, out_bar: Array) -> tuple[Array, Array, Array]:
-    return jax.vjp(plain_softmax, q, k, v)[1](out_bar)
+def _pull(
+    q: Array, k: Array, v: Array, starts: Array | None, out_bar: Array
+) -> tuple[Array, Array, Array, None]:
+    pull = jax.vjp(lambda q, k, v: plain_softmax(q, k, v, starts), q, k, v)[1]
+    return *pull(out_bar), None
 
 
 def _gradients_backward(saved, bars):
-    q, k, v, log_sum, out, out_bar = saved
-    q_bar, k_bar, v_bar, out_bar_bar = jax.vjp(_pull, q, k, v, out_bar)[1](bars)
-    return q_bar, k_bar, v_bar, jnp.zeros_like(log_sum), jnp.zeros_like(out), out_bar_bar
+    q, k, v, starts, log_sum, out, out_bar = saved
+    twice = jax.vjp(lambda q, k, v, bar: _pull(q, k, v, starts, bar)[:3], q, k, v, out_bar)[1]
+    q_bar, k_bar, v_bar, out_bar_bar = twice(bars)
+    return q_bar, k_bar, v_bar, None, jnp.zeros_like(log_sum), jnp.zeros_like(out), out_bar_bar
 
 
-def _remembering_forward(q: Array, k: Array, v: Array):
-    return _remembering(q, k, v), (q, k, v)
+def _remembering_forward(q: Array, k: Array, v: Array, starts: Array | None = None):
+    return _remembering(q, k, v, starts), (q, k, v, starts)
 
 
 def _remembering_backward(saved, bars):
-    q, k, v = saved
-    return _pull(q, k, v, bars[0])
+    return _pull(*saved, bars[0])
 
 
-def _gradients_forward(q: Array, k: Array, v: Array, log_sum: Array, out: Array, out_bar: Array):
-    return _gradients(q, k, v, log_sum, out, out_bar), (q, k, v, log_sum, out, out_bar)
+def _gradients_forward(*given):
+    return _gradients(*given), given
 
 
 def _fused_backward(saved, out_bar: Array):
-    q, k, v, log_sum, out = saved
-    return gradients_of(q, k, v, log_sum, out, out_bar)
+    q, k, v, starts, log_sum, out = saved
+    return *gradients_of(q, k, v, starts, log_sum, out, out_bar), None
 
 
 remembering = with_closed_form(_remembering, _remembering_forward, _remembering_backward)
