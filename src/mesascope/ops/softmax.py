@@ -290,7 +290,8 @@ def _remembering_forward(q: Array, k: Array, v: Array, starts: Array | None = No
 
 
 def _remembering_backward(saved, bars):
-    return _pull(*saved, bars[0])
+    q, k, v, starts = saved
+    return _pull(q, k, v, starts, bars[0])
 
 
 def _gradients_forward(*given):
