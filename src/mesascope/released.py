@@ -67,23 +67,24 @@ def write_model(
 def read_model(path: Path) -> tuple[Transformer, Config]:
     """A released model, with a seed axis of one, and its configuration."""
     config = store.from_dict(parse_json(store.read_metadata(path).get("config", "null"), path), Config)
-    arrays = store.read_arrays(path, shapes(config).models, any_float=True)
+    arrays = store.read_arrays(path, shapes(Trainer(config)).models, any_float=True)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), arrays), config
 
 
 MOST_BLOCKS = 1000
 
 
-def shapes(config: Config) -> TrainState:
-    """Shapes of a state of training, for a configuration that somebody else may have written.
+def shapes(trainer: Any) -> TrainState:
+    """Shapes of a state of training, of a configuration that somebody else may have written.
 
     Raises:
         StoreError: there is no such model.
     """
+    config = trainer.config
     if len(config.model.blocks) > MOST_BLOCKS:
         raise StoreError(f"model.blocks: expected at most {MOST_BLOCKS}, got {len(config.model.blocks)}.")
     try:
-        return Trainer(config).shapes
+        return trainer.shapes
     except Exception as error:  # absurd sizes fail in many ways
         raise StoreError(
             f"{config.name}: there is no model of this configuration ({str(error)[:500]})."

@@ -39,7 +39,7 @@ import numpy as np
 from rich.console import Console
 
 from mesascope import __version__, released, store
-from mesascope.models import Transformer
+from mesascope.language.training import LanguageConfig, LanguageTrainer
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
 from mesascope.training import Config, TrainConfig, Trainer, TrainState
@@ -47,7 +47,9 @@ from mesascope.untrusted import LONGEST_JSON, check, parse_json, read_bytes
 
 PACKAGE = Path(__file__).parent
 # What a run's numbers depend on.
-SOURCES = ("ops", "tasks", "typing.py", "models.py", "training.py")
+SOURCES = (
+    "ops", "tasks", "typing.py", "models.py", "training.py", "language/model.py", "language/training.py",
+)  # fmt: skip
 
 
 class RunError(RuntimeError):
@@ -77,9 +79,10 @@ class Run:
     path: Path
 
     @cached_property
-    def config(self) -> Config:
-        """What was asked for."""
-        return store.from_dict(store.read_json(self.path / "config.json"), Config)
+    def config(self) -> Any:
+        """What was asked for: a `Config`, or a `LanguageConfig`."""
+        data = store.read_json(self.path / "config.json")
+        return store.from_dict(data, LanguageConfig if data.get("kind") == "LanguageConfig" else Config)
 
     @property
     def finished(self) -> bool:
@@ -88,9 +91,12 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """Losses on fresh sequences: `loss` by seed, `loss_by_position` by seed and position."""
+        """Losses on fresh sequences: `loss` by seed, `loss_by_position` by seed and position; of language models also
+        what `LanguageTrainer.result` adds."""
         self._must_be_finished()
-        form = {"loss": [float], "loss_by_position": [[float]], "sequences": int}
+        form: dict[str, Any] = {"loss": [float], "sequences": int}
+        if isinstance(self.config, Config):
+            form["loss_by_position"] = [[float]]
         path = self.path / "result.json"
         return check(store.read_json(path), form, path)
 
@@ -123,32 +129,36 @@ class Run:
         return 0
 
     def metrics(self) -> dict[str, np.ndarray]:
-        """`step`, and by step and seed `eval_loss` and `train_loss` (since the evaluation before; NaN at first)."""
+        """`step`, and by step and seed `eval_loss` and `train_loss` (since the evaluation before; NaN at first); of
+        language models also what `LanguageTrainer.measure` adds."""
         lines = _read_lines(self.path / "metrics.jsonl", self.config.train.seeds)
+        names = [name for name, value in (lines[0] if lines else {}).items() if isinstance(value, list)]
         return {
             name: np.array([line[name] for line in lines], float if name != "step" else int)
-            for name in ("step", "eval_loss", "train_loss")
+            for name in dict.fromkeys(("step", "eval_loss", "train_loss", *names))
         }
 
-    def models(self) -> Transformer:
+    def models(self) -> Any:
         """The trained models, seed axis first."""
         self._must_be_finished()
         return self._read_models(self.path / "weights.safetensors")
 
-    def model(self, seed: int = 0) -> Transformer:
+    def model(self, seed: int = 0) -> Any:
         """One of the trained models."""
         seeds = self.config.train.seeds
         if not 0 <= seed < seeds:
             raise ValueError(f"seed: this run has seeds 0 to {seeds - 1}, got {seed}.")
         return jax.tree.map(lambda leaf: leaf[seed], self.models())
 
-    def kept(self) -> dict[int, Transformer]:
+    def kept(self) -> dict[int, Any]:
         """The models along training, by step."""
         paths = sorted((self.path / "kept").glob("step-*.safetensors"))
         return {int(path.stem.removeprefix("step-")): self._read_models(path) for path in paths}
 
-    def _read_models(self, path: Path) -> Transformer:
-        return jax.tree.map(jnp.asarray, store.read_arrays(path, released.shapes(self.config).models))
+    def _read_models(self, path: Path) -> Any:
+        return jax.tree.map(
+            jnp.asarray, store.read_arrays(path, released.shapes(_trainer(self.config)).models)
+        )
 
     def _must_be_finished(self) -> None:
         if not self.finished:
@@ -207,8 +217,9 @@ class Run:
 
 
 def fit(
-    config: Config,
+    config: Config | LanguageConfig,
     *,
+    data: str | Path | None = None,
     runs: str | Path = "runs",
     fresh: bool = False,
     max_minutes: float | None = None,
@@ -219,6 +230,7 @@ def fit(
     """Train what a configuration describes, or go on with it, or return it if that has been done.
 
     Args:
+        data: folder of the prepared corpus, where a configuration reads one.
         runs: directory of runs.
         fresh: forget what there is of this run and begin again.
         max_minutes: stop cleanly after so many; the same call goes on later.
@@ -250,7 +262,7 @@ def fit(
             raise RunError(
                 f"{run.path / 'config.json'} is not the configuration asked for: start anew with --fresh."
             )
-        trainer = _trainer(config)
+        trainer = _trainer(config, None if data is None else str(data))
         state = run._restore(trainer.shapes, progress)
         if state is None:
             # Remains of an earlier beginning that never came to a checkpoint.
@@ -284,14 +296,14 @@ def keep_compiled(runs: str | Path) -> None:
 
 
 @lru_cache(maxsize=4)
-def _trainer(config: Config) -> Trainer:
+def _trainer(config: Config | LanguageConfig, data: str | None = None) -> Trainer | LanguageTrainer:
     """So that going on within one process does not compile again."""
-    return Trainer(config)
+    return LanguageTrainer(config, data) if isinstance(config, LanguageConfig) else Trainer(config)
 
 
 def _train(
     run: Run,
-    trainer: Trainer,
+    trainer: Trainer | LanguageTrainer,
     state: TrainState,
     progress: Progress,
     max_minutes: float | None,
@@ -308,16 +320,21 @@ def _train(
         while True:
             if (step % train.eval_every == 0 or step == train.steps) and log.last_step != step:
                 with clock.busy("evaluate"):
-                    losses = np.asarray(trainer.evaluate(state.models)) @ trainer.predicts
+                    measured = trainer.measure(state.models)
+                losses = measured.pop("eval_loss")
                 if not np.isfinite(losses).all():
                     raise _diverged(run, trainer, np.where(np.isfinite(losses), -1, step))
                 since = step - (log.last_step or 0)
                 mean = np.asarray(state.loss_sum) / since if since else np.full(train.seeds, np.nan)
                 rate = float(train.optimizer.rate(step))
-                log.add(dict(step=step, eval_loss=losses.tolist(), train_loss=_finite(mean), rate=rate))
+                others = {name: _finite(values) for name, values in measured.items()}
+                log.add(
+                    dict(step=step, eval_loss=losses.tolist(), train_loss=_finite(mean), rate=rate) | others
+                )
                 for sink in sinks:
                     named = {f"eval_loss/seed_{i}": float(x) for i, x in enumerate(losses)}
                     named |= {"eval_loss": float(losses.mean()), "rate": rate}
+                    named |= {name: float(values.mean()) for name, values in measured.items()}
                     sink.log(step, named | ({"train_loss": float(mean.mean())} if since else {}))
                 state = state._replace(loss_sum=jnp.zeros_like(state.loss_sum))
                 progress.evaluated(step, losses)
@@ -349,12 +366,7 @@ def _train(
     timing = clock.account(train.steps - first)
     run._save(state)
     store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
-    by_position = np.asarray(trainer.evaluate_finally(state.models))
-    result = dict(
-        loss=(by_position @ trainer.predicts).tolist(),
-        loss_by_position=by_position.tolist(),
-        sequences=train.final_sequences,
-    )
+    result = trainer.result(state.models)
     store.write_json(run.path / "timing.json", timing)
     store.write_json(run.path / "result.json", result)
     for path in run._checkpoints:
@@ -362,7 +374,7 @@ def _train(
     progress.finished(run.path, np.array(result["loss"]))
 
 
-def _diverged(run: Run, trainer: Trainer, failed: np.ndarray) -> RunError:
+def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) -> RunError:
     step = int(failed[failed >= 0].min())
     seeds = [str(trainer.config.train.first_seed + i) for i in np.flatnonzero(failed == step)]
     seed = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(seeds)
@@ -442,9 +454,13 @@ def _read_lines(path: Path, seeds: int) -> list[dict[str, Any]]:
     for number, content in enumerate(read_bytes(path, LONGEST_JSON).split(b"\n")[:-1], start=1):
         where = f"{path}, line {number}"
         line = check(parse_json(content, where), form, where)
-        if len(line["eval_loss"]) != seeds or len(line["train_loss"]) != seeds:
-            raise StoreError(f"{where}: expected the losses of {seeds} seeds.")
+        by_seed = {name: value for name, value in line.items() if isinstance(value, list)}
+        check(by_seed, {str: [(float, None)]}, where)
+        if any(len(value) != seeds for value in by_seed.values()):
+            raise StoreError(f"{where}: expected numbers of {seeds} seeds.")
         lines.append(line)
+        if by_seed.keys() != {name for name, value in lines[0].items() if isinstance(value, list)}:
+            raise StoreError(f"{where}: other numbers than in the first line.")
     return lines
 
 
@@ -483,10 +499,15 @@ def _interrupts() -> Iterator[list[int]]:
 # Where a run comes from.
 
 
-def provenance(config: Config) -> dict[str, Any]:
+def provenance(config: Config | LanguageConfig) -> dict[str, Any]:
     """What a run is being made with."""
-    tf32 = config.model.tf32 and jax.default_backend() == "gpu"
-    return made_with() | {"precision": "tf32 projections" if tf32 else "float32", "command": sys.argv}
+    if isinstance(config, LanguageConfig):
+        # A sum over devices is rounded otherwise than over one.
+        precision = f"{config.model.compute} on {jax.local_device_count()} devices"
+    else:
+        tf32 = config.model.tf32 and jax.default_backend() == "gpu"
+        precision = "tf32 projections" if tf32 else "float32"
+    return made_with() | {"precision": precision, "command": sys.argv}
 
 
 def made_with() -> dict[str, Any]:
@@ -558,7 +579,7 @@ def _note_changes(run: Run, step: int, progress: Progress) -> None:
         store.write_json(run.path / "provenance.json", made)
 
 
-def path_of(config: Config, runs: str | Path = "runs") -> Path:
+def path_of(config: Config | LanguageConfig, runs: str | Path = "runs") -> Path:
     """The directory of a configuration's run."""
     return Path(runs) / f"{config.name}-{store.digest(config)}"
 
@@ -584,8 +605,9 @@ def find(run_or_name: str | Path, *, runs: str | Path = "runs") -> Run:
     )
 
 
-def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -> tuple[Transformer, Config]:
-    """A trained model and its configuration.
+def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -> tuple[Any, Any]:
+    """A trained model and its configuration: a `Transformer` and a `Config`, or a `LanguageModel` and a
+    `LanguageConfig`.
 
     Args:
         run_or_name: a run's directory, or its name (or how it begins) in `runs`; if there is none, the model of that

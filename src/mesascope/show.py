@@ -1,29 +1,40 @@
 """Presets, runs and corpora as tables."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jaxtyping import PRNGKeyArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mesascope.language import LANGUAGE_PRESETS, LanguageConfig, LanguageModel, language_preset
+from mesascope.language.training import OF
 from mesascope.models import Transformer
 from mesascope.presets import PRESETS, preset
 from mesascope.progress import spread
 from mesascope.runs import Run, source_hash
 from mesascope.store import StoreError
+from mesascope.tasks.text import Text
 from mesascope.training import Config
 
 if TYPE_CHECKING:
     from mesascope.tasks.text import Corpus
 
 
-def parameters(config: Config) -> int:
+def parameters(config: Config | LanguageConfig) -> int:
     """How many numbers one model is made of."""
-    shapes = jax.eval_shape(lambda key: Transformer(config.model, key=key), jax.random.key(0))
+
+    def build(key: PRNGKeyArray) -> Transformer | LanguageModel:
+        if isinstance(config, LanguageConfig):
+            return LanguageModel(config.model, key=key)
+        return Transformer(config.model, key=key)
+
+    shapes = jax.eval_shape(build, jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
@@ -36,6 +47,19 @@ def list_presets(console: Console | None = None) -> None:
         config = preset(name)
         reference = "" if entry.reference is None else f"{entry.reference:.3f}"
         table.add_row(name, entry.shows, f"{parameters(config):,}", f"{config.train.steps:,}", reference)
+    (console or Console()).print(table)
+
+
+def list_language_presets(console: Console | None = None) -> None:
+    """Every kind of language model."""
+    table = Table(
+        "preset", "shows", "parameters", title="mesascope lm train PRESET --size paper|gpu|cpu --data DIR"
+    )
+    table.columns[-1].justify = "right"
+    gpt2 = partial(Text, corpus="", vocabulary=50257, eos=50256)
+    for name, entry in LANGUAGE_PRESETS.items():
+        config = language_preset(name, lambda length: gpt2(length=length), "paper")
+        table.add_row(name, entry.shows, f"{parameters(config):,}")
     (console or Console()).print(table)
 
 
@@ -114,10 +138,45 @@ def show_run(run: Run, console: Console | None = None) -> None:
         result = run.result
         loss = spread(np.array(result["loss"]))
         console.print(f"loss on {result['sequences']:,} fresh sequences: {loss}", highlight=False)
+        if isinstance(config, LanguageConfig):
+            show_language(result, run.timing, config, console)
         if name in PRESETS and variant == "as_run" and (reference := PRESETS[name].reference) is not None:
             console.print(f"the authors' released model: {reference:.3f}", highlight=False)
     else:
         console.print(f"not finished: step {run.step:,} of {config.train.steps:,}", highlight=False)
+
+
+def show_language(
+    result: dict[str, Any], timing: dict[str, float] | None, config: LanguageConfig, console: Console
+) -> None:
+    """What is measured of trained language models: perplexity by part, in-context score, copying heads."""
+    train = config.train
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    say(f"perplexity {spread(np.exp(result['loss']))}, right guesses {spread(np.array(result['accuracy']))}")
+    if "parts" in result:
+        table = Table("part of validation", "tokens", "perplexity")
+        table.columns[1].justify = "right"
+        for name, part in result["parts"].items():
+            table.add_row(escape(name), f"{part['tokens']:,}", spread(np.exp(part["loss"])))
+        console.print(table)
+    if "in_context" in result:
+        early, late = result["at"]
+        scaled = "" if config.task.length >= OF else f" (tokens 50 and 500 of 1024, in {config.task.length})"
+        say(f"loss at token {late} minus token {early}{scaled}: {spread(np.array(result['in_context']))}")
+    if "offsets" in result:
+        mass = np.array(result["offsets"])
+        heads = [f"head {h} {mass[0, h].max():.0%} on the token {_ago(int(mass[0, h].argmax()))}"
+                 for h in np.flatnonzero(mass[0].max(-1) >= 0.5)]  # fmt: skip
+        say(
+            f"copying heads of the first layer (half of their attention at one distance): {', '.join(heads) or 'none'}"
+        )
+    if timing is not None:
+        tokens = timing["steps_per_second"] * train.batch_size * config.task.length * train.seeds
+        say(f"{tokens:,.0f} tokens/s in training")
+
+
+def _ago(offset: int) -> str:
+    return "itself" if offset == 0 else f"{offset} before"
 
 
 def show_corpus(corpus: "Corpus", console: Console | None = None) -> None:

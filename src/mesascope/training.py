@@ -20,6 +20,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 from mesascope.models import ModelConfig, Transformer
+from mesascope.store import later
 from mesascope.tasks import Dynamics, Examples, Standard, Tokens
 from mesascope.untrusted import is_plain_name
 
@@ -39,17 +40,19 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupCosine:
-    """Linear from 0 to `peak`, then half a cosine down to `floor`.
+    """Linear from `start` to `peak`, then half a cosine down to `floor`.
 
     Attributes:
         warmup: steps to the peak.
         end: step at which the floor is reached, counted from the first; a run may well stop before it.
+        start: instead of 0.
     """
 
     peak: float = 7e-4
     warmup: int = 1000
     end: int = 30_000
     floor: float = 1e-5
+    start: float = later(0.0)
 
     def __post_init__(self):
         if not 0 <= self.warmup < self.end:
@@ -59,7 +62,8 @@ class WarmupCosine:
         at = jnp.asarray(step).astype(jnp.float32)
         progress = jnp.clip((at - self.warmup) / (self.end - self.warmup), 0, 1)
         cosine = self.floor + (self.peak - self.floor) * 0.5 * (1 + jnp.cos(math.pi * progress))
-        return jnp.where(at < self.warmup, self.peak * at / max(self.warmup, 1), cosine)
+        rise = self.start + (self.peak - self.start) * at / max(self.warmup, 1)
+        return jnp.where(at < self.warmup, rise, cosine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +245,11 @@ class TrainState(NamedTuple):
     """All that training goes on from. Every array has a seed axis, except `step`.
 
     Attributes:
+        models: a `Transformer` or a `LanguageModel`.
         loss_sum: of training losses since the last evaluation.
     """
 
-    models: Transformer
+    models: Any
     optimizer: PyTree
     step: Int[Array, ""]
     loss_sum: Float[Array, " seed"]
@@ -363,6 +368,19 @@ class Trainer:
             return total / batches
 
         return jax.jit(measure)
+
+    def measure(self, models: Transformer) -> dict[str, Float[np.ndarray, " seed"]]:
+        """What is told of models along training, by seed."""
+        return {"eval_loss": np.asarray(self.evaluate(models)) @ self.predicts}
+
+    def result(self, models: Transformer) -> dict[str, Any]:
+        """What is told of models when they are trained, as JSON."""
+        by_position = np.asarray(self.evaluate_finally(models))
+        return dict(
+            loss=(by_position @ self.predicts).tolist(),
+            loss_by_position=by_position.tolist(),
+            sequences=self.config.train.final_sequences,
+        )
 
     @cached_property
     def predicts(self) -> Float[np.ndarray, " time"]:

@@ -50,6 +50,41 @@ FORMAT = 1
 TRAINING_CHARACTERS = 2**28
 
 
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Windows of a prepared corpus, as a configuration names them: `Corpus(path).task(length)`.
+
+    Attributes:
+        corpus: its digest. Where it lies is no part of a configuration.
+        vocabulary: how many tokens there are.
+        eos: the one at the beginning of every document.
+        length: tokens in a window.
+    """
+
+    corpus: str
+    vocabulary: int
+    eos: int
+    length: int
+
+    def __post_init__(self):
+        if self.length < 2:
+            raise ValueError(f"length: expected at least 2 tokens, got {self.length}.")
+
+    def open(self, data: str | Path | None) -> "Corpus":
+        """The corpus in that folder, if it is the one meant."""
+        if data is None:
+            raise StoreError(
+                f"data: this needs the corpus {self.corpus}. Say where it lies (--data DIR); "
+                "`mesascope lm prepare` makes one."
+            )
+        corpus = Corpus(data)
+        if corpus.digest != self.corpus:
+            raise StoreError(
+                f"{data} is another corpus than the one meant ({corpus.digest}, not {self.corpus})."
+            )
+        return corpus
+
+
 @final
 class Corpus:
     """A prepared corpus.
@@ -104,6 +139,20 @@ class Corpus:
             if sha256_of(self.path / name) != sha256:
                 raise StoreError(f"{self.path / name} is missing or damaged. {_REPAIR}")
         return BPE(self.path)
+
+    @property
+    def digest(self) -> str:
+        """Ten hexadecimal digits that tell corpora apart by their tokens and what these mean, wherever they lie."""
+        shards = {
+            split: [s["sha256"] for s in about["shards"]] for split, about in self.index["splits"].items()
+        }
+        content = {"tokenizer": self.index["tokenizer"], "shards": shards}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+
+    def task(self, length: int) -> "Text":
+        """Windows of so many tokens of it."""
+        tokenizer = self.index["tokenizer"]
+        return Text(corpus=self.digest, vocabulary=tokenizer["size"], eos=tokenizer["eos"], length=length)
 
     @property
     def splits(self) -> tuple[str, ...]:

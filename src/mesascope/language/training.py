@@ -1,0 +1,378 @@
+r"""Training of language models, with the functions that `runs.fit` asks for.
+
+$$\min_\theta\; -\frac1T\sum_t \log p_\theta(w_{t+1} \mid w_{1:t})$$
+
+Batches come from the host, by step and seed, so that a run that goes on sees what it would have seen. Seeds are trained
+one after the other within a step; the sequences of a batch are divided among all local devices, and on each of them
+among `accumulate` passes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from mesascope.language.model import LanguageModel, LanguageModelConfig, cross_entropy
+from mesascope.models import Softmax
+from mesascope.tasks import AssociativeRecall, Passages
+from mesascope.tasks.text import Corpus, Text
+from mesascope.training import FINAL, HELD_OUT, Advanced, TrainConfig, TrainState
+
+EARLY, LATE, OF = 50, 500, 1024
+"""The in-context score is the loss at token 500 minus that at token 50; in a shorter context than 1024, at the tokens
+that are as far along."""
+OFFSETS = 32
+"""Attention of the first layer is told by distance up to this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig:
+    """One experiment with a language model.
+
+    Attributes:
+        name: what people call it; part of the run's directory name.
+        accumulate: passes over a batch whose gradients are summed up: so many times less memory.
+    """
+
+    name: str
+    task: Text | AssociativeRecall
+    model: LanguageModelConfig
+    train: TrainConfig
+    accumulate: int = 1
+
+    def __post_init__(self):
+        if self.model.vocabulary != self.task.vocabulary:
+            raise ValueError(
+                f"model.vocabulary: the task has {self.task.vocabulary} tokens, got {self.model.vocabulary}."
+            )
+        if self.accumulate < 1 or self.train.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate: expected a divisor of train.batch_size = {self.train.batch_size}, "
+                f"got {self.accumulate}."
+            )
+
+
+class Sums(NamedTuple):
+    """Over sequences, by position: losses, right guesses, and how many predictions there were."""
+
+    loss: Float[Array | np.ndarray, "*seed time"]
+    right: Float[Array | np.ndarray, "*seed time"]
+    predictions: Float[Array | np.ndarray, "*seed time"]
+
+    def mean(self, values: Array | np.ndarray) -> Float[np.ndarray, " *seed"]:
+        """Over all predictions."""
+        return np.sum(values, -1) / np.sum(self.predictions, -1)
+
+    @property
+    def loss_by_position(self) -> Float[np.ndarray, "*seed time"]:
+        """NaN where nothing is predicted."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.loss) / np.asarray(self.predictions)
+
+
+class LanguageTrainer:
+    """The functions of one experiment, as `training.Trainer` has them.
+
+    Args:
+        data: folder of the corpus, for experiments on text. It is opened when it is first read.
+    """
+
+    def __init__(self, config: LanguageConfig, data: str | Path | None = None):
+        self.config, self._data = config, data
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """What is read, if that is text."""
+        assert isinstance(self.config.task, Text)
+        return self.config.task.open(self._data)
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        devices, train = jax.local_devices(), self.config.train
+        for name, size in (
+            ("train.batch_size / accumulate", train.batch_size // self.config.accumulate),
+            ("train.eval_batch_size", train.eval_batch_size),
+        ):
+            if size % len(devices):
+                raise ValueError(
+                    f"{name}: expected a multiple of the {len(devices)} devices here, which share a batch; got {size}."
+                )
+        return Mesh(np.array(devices), ("data",))
+
+    @property
+    def _seeds(self) -> Int[np.ndarray, " seed"]:
+        first, count = self.config.train.first_seed, self.config.train.seeds
+        return np.arange(first, first + count, dtype=np.uint32)
+
+    def _start(self) -> TrainState:
+        optimizer = self.config.train.optimizer.build()
+
+        def one(seed: Array) -> tuple[LanguageModel, PyTree]:
+            model = LanguageModel(self.config.model, key=jax.random.split(jax.random.key(seed))[0])
+            return model, optimizer.init(model)  # pyright: ignore[reportArgumentType]
+
+        models, state = jax.vmap(one)(jnp.asarray(self._seeds))
+        seeds = self.config.train.seeds
+        return TrainState(models, state, jnp.zeros((), jnp.int32), jnp.zeros(seeds, jnp.float32))
+
+    def start(self) -> TrainState:
+        """Before the first step."""
+        return jax.jit(self._start)()
+
+    @property
+    def shapes(self) -> TrainState:
+        """Shapes and dtypes of a state, without computing one."""
+        return jax.eval_shape(self._start)
+
+    # Batches.
+
+    def batch(self, step: int, seed: int) -> Passages:
+        """What the model of a seed is trained on in a step, whatever was asked for before."""
+        task, size = self.config.task, self.config.train.batch_size
+        if isinstance(task, Text):
+            return self.corpus.batch(step, size, task.length, seed=seed)
+        return self._drawn(seed, step, size)
+
+    def held_out(self, seed: int, batches: int) -> Iterator[Passages]:
+        """Batches that are not trained on; of text at most the whole validation split."""
+        task, size = self.config.task, self.config.train.eval_batch_size
+        if isinstance(task, Text):
+            windows = max(self.corpus.tokens("validation") - 1, 0) // task.length
+            batches = min(batches, max(1, windows // size))
+        for i in range(batches):
+            if isinstance(task, Text):
+                yield self.corpus.batch(i, size, task.length, seed=seed, split="validation")
+            else:
+                yield self._drawn(seed, i, size)
+
+    @cached_property
+    def _drawn(self) -> Callable[[int, int, int], Passages]:
+        task = self.config.task
+        assert isinstance(task, AssociativeRecall)
+
+        @partial(jax.jit, static_argnums=2)
+        def draw(seed: Array, step: Array, size: int) -> Passages:
+            # Not the key that draws the weights.
+            key = jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], step)
+            return task.sample(key, size)
+
+        return lambda seed, step, size: draw(np.uint32(seed), np.uint32(step), size)
+
+    # Steps.
+
+    @cached_property
+    def gradient(self) -> Callable[..., tuple[Float[Array, " seed"], LanguageModel]]:
+        """Losses and their gradients, by seed: of (models, seeds, step, a batch for each seed)."""
+        accumulate = self.config.accumulate
+
+        def loss(model: LanguageModel, batch: Passages, keys: Array, count: Array) -> Array:
+            errors = cross_entropy(model(batch.tokens, key=keys), batch.targets)  # pyright: ignore[reportArgumentType]
+            return jnp.sum(jnp.where(batch.predicts, errors, 0)) / count
+
+        def one_seed(step: Array, model: LanguageModel, seed: Array, numbers: Array, batch: Passages):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+            count = jax.lax.psum(jnp.sum(batch.predicts, dtype=jnp.float32), "data")
+
+            def one_pass(total, part):
+                here = jax.value_and_grad(loss)(model, *part, count)
+                return jax.tree.map(jnp.add, total, here), None
+
+            parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), (batch, keys))
+            nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, model)
+            total, _ = jax.lax.scan(one_pass, nothing, parts)
+            return jax.lax.psum(total, "data")
+
+        def all_seeds(models: LanguageModel, seeds: Array, step: Array, numbers: Array, batches: Passages):
+            return jax.lax.map(
+                lambda of: one_seed(step, of[0], of[1], numbers, of[2]), (models, seeds, batches)
+            )
+
+        divided = jax.shard_map(
+            all_seeds,
+            mesh=self._mesh,
+            in_specs=(_P(), _P(), _P(), _P("data"), _P(None, "data")),
+            out_specs=(_P(), _P()),
+            check_vma=False,
+        )
+        numbers = np.arange(self.config.train.batch_size, dtype=np.uint32)
+        return lambda models, seeds, step, batches: divided(
+            models, seeds, step, jnp.asarray(numbers), batches
+        )
+
+    @cached_property
+    def _step(self) -> Callable[[TrainState, Array, Passages], Advanced]:
+        optimizer = self.config.train.optimizer.build()
+
+        @partial(jax.jit, donate_argnums=0)
+        def step(state: TrainState, failed: Array, batches: Passages) -> Advanced:
+            loss, slopes = self.gradient(state.models, jnp.asarray(self._seeds), state.step, batches)
+            updates, inner = jax.vmap(optimizer.update)(slopes, state.optimizer, state.models)  # pyright: ignore
+            models: Any = optax.apply_updates(state.models, updates)
+            failed = jnp.where((failed < 0) & ~jnp.isfinite(loss), state.step, failed)
+            return Advanced(TrainState(models, inner, state.step + 1, state.loss_sum + loss), loss, failed)
+
+        return step
+
+    @cached_property
+    def _sound(self) -> Callable[[LanguageModel], Array]:
+        @jax.jit
+        def sound(models: LanguageModel) -> Array:
+            leaves = [jnp.all(jnp.isfinite(a), tuple(range(1, a.ndim))) for a in jax.tree.leaves(models)]
+            return jnp.stack(leaves).all(0)
+
+        return sound
+
+    def advance(self, state: TrainState, steps: int) -> Advanced:
+        """Some steps more, for all seeds. The given state is used up.
+
+        The host gathers the next batch while devices work on the last.
+        """
+        everywhere = NamedSharding(self._mesh, _P())
+        by_sequence = NamedSharding(self._mesh, _P(None, "data"))
+        at = int(state.step)
+        failed = jnp.full(self.config.train.seeds, -1, jnp.int32)
+        done = Advanced(jax.device_put(state, everywhere), jnp.zeros_like(state.loss_sum), failed)
+        for step in range(at, at + steps):
+            batches = [self.batch(step, int(seed)) for seed in self._seeds]
+            stacked = jax.tree.map(lambda *a: jax.device_put(np.stack(a), by_sequence), *batches)
+            done = self._step(done.state, done.failed, stacked)
+        # Weights that are not finite make the next loss so.
+        broken = (done.failed < 0) & ~self._sound(done.state.models)
+        return done._replace(failed=jnp.where(broken, done.state.step, done.failed))
+
+    # Evaluation.
+
+    @cached_property
+    def sums(self) -> Callable[[LanguageModel, Passages], Sums]:
+        """Of one batch, for all models."""
+
+        def one_model(batch: Passages, model: LanguageModel) -> Sums:
+            logits = model(batch.tokens)  # pyright: ignore[reportArgumentType]
+            errors = cross_entropy(logits, batch.targets)  # pyright: ignore[reportArgumentType]
+            right = jnp.argmax(logits, -1) == batch.targets
+            found = (errors, right.astype(jnp.float32), jnp.ones_like(errors))
+            return Sums(*(jnp.sum(jnp.where(batch.predicts, a, 0), 0) for a in found))
+
+        def all_models(models: LanguageModel, batch: Passages) -> Sums:
+            found = jax.lax.map(partial(one_model, batch), models)
+            return jax.lax.psum(found, "data")
+
+        return jax.jit(
+            jax.shard_map(
+                all_models, mesh=self._mesh, in_specs=(_P(), _P("data")), out_specs=_P(), check_vma=False
+            )
+        )
+
+    def total(self, models: LanguageModel, batches: Iterator[Passages]) -> Sums:
+        """Over many batches, by seed, in float64."""
+        models = jax.device_put(models, NamedSharding(self._mesh, _P()))
+        total: Any = None
+        for batch in batches:
+            batch = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(self._mesh, _P("data"))), batch)
+            found = Sums(*(np.asarray(a, np.float64) for a in self.sums(models, batch)))
+            total = found if total is None else Sums(*(a + b for a, b in zip(total, found, strict=True)))
+        if total is None:
+            raise ValueError("batches: expected at least one.")
+        return total
+
+    def measure(self, models: LanguageModel) -> dict[str, Float[np.ndarray, " seed"]]:
+        """Held-out loss, part of right guesses and, of text, the in-context score; by seed."""
+        found = self.total(models, self.held_out(HELD_OUT, self.config.train.eval_batches))
+        measured = {"eval_loss": found.mean(found.loss), "accuracy": found.mean(found.right)}
+        if isinstance(self.config.task, Text):
+            measured["in_context"] = in_context_score(found.loss_by_position)
+        return measured
+
+    def result(self, models: LanguageModel, *, whole: bool = False) -> dict[str, Any]:
+        """`loss` in nats and `accuracy` on held-out sequences, by seed. Of text also `loss_by_position`, `in_context`
+        and `at` (the tokens it compares), `parts` with the loss on each part of the corpus, and `offsets`: how much of
+        the attention of each head of the first layer goes how far back, if that is a softmax layer.
+
+        Args:
+            whole: all of the validation split, not `train.final_sequences` windows of it and of each part.
+        """
+        train, task = self.config.train, self.config.task
+        batches = train.final_sequences // train.eval_batch_size
+        if whole and isinstance(task, Text):
+            batches = self.corpus.tokens("validation")
+        found = self.total(models, self.held_out(FINAL, batches))
+        result = {"loss": found.mean(found.loss).tolist(), "accuracy": found.mean(found.right).tolist()}
+        result["sequences"] = batches * train.eval_batch_size
+        if not isinstance(task, Text):
+            return result
+        result["sequences"] = int(np.max(found.predictions))
+        result["loss_by_position"] = found.loss_by_position.tolist()
+        result["in_context"] = in_context_score(found.loss_by_position).tolist()
+        result["at"] = list(compared(task.length))
+        result["parts"] = self.parts(models, None if whole else train.final_sequences)
+        first = next(self.held_out(FINAL, 1))
+        offsets = self.attention_by_offset(models, first)
+        if offsets is not None:
+            result["offsets"] = offsets.tolist()
+        return result
+
+    def parts(self, models: LanguageModel, sequences: int | None = None) -> dict[str, dict[str, Any]]:
+        """Losses on each part of the validation split, of at most so many windows of it."""
+        task, size = self.config.task, self.config.train.eval_batch_size
+        assert isinstance(task, Text)
+        found = {}
+        for part in self.corpus.parts():
+            windows = self.corpus.in_order(size, task.length, part=part)
+            if sequences is not None:
+                windows = (batch for _, batch in zip(range(-(-sequences // size)), windows, strict=False))
+            try:
+                sums = self.total(models, windows)
+            except ValueError:  # a part of one token
+                continue
+            found[part] = {"loss": sums.mean(sums.loss).tolist(), "tokens": int(np.sum(sums.predictions[0]))}
+        return found
+
+    def attention_by_offset(
+        self, models: LanguageModel, batch: Passages
+    ) -> Float[np.ndarray, "seed head offset"] | None:
+        """How far back heads of the first layer look: their attention 0, 1, … tokens before, mean over a batch and over
+        tokens that have so many before them. None unless that layer's attention is a distribution."""
+        if not isinstance(self.config.model.blocks[0].mixer, Softmax):
+            return None
+        tokens = jnp.asarray(batch.tokens)
+
+        @jax.jit
+        def one(model: LanguageModel, sequence: Array) -> Array:
+            return by_offset(model.trace(sequence)[1]["blocks.0.mixer.attention"], OFFSETS)
+
+        seeds = self.config.train.seeds
+        chosen = [jax.tree.map(lambda a, i=i: a[i], models) for i in range(seeds)]
+        return np.stack([np.mean([np.asarray(one(m, t)) for t in tokens], 0) for m in chosen])
+
+
+def by_offset(attention: Float[Array, "head time time"], offsets: int) -> Float[Array, "head offset"]:
+    """The mean of each of the first diagonals, over rows that have all of them."""
+    time = attention.shape[-1]
+    offsets = min(offsets, time)
+    rows = jnp.arange(offsets - 1, time)
+    return jnp.stack([jnp.mean(attention[:, rows, rows - i], -1) for i in range(offsets)], -1)
+
+
+def compared(length: int) -> tuple[int, int]:
+    """The tokens (counted from 1) whose losses the in-context score compares: 50 and 500 of 1024 or more; of fewer,
+    those that are as far along."""
+    scale = min(1.0, length / OF)
+    return max(1, round(EARLY * scale)), max(1, round(LATE * scale))
+
+
+def in_context_score(loss: Float[np.ndarray, "*seed time"]) -> Float[np.ndarray, " *seed"]:
+    """How much lower the loss is late than early, as a negative number: `compared` says where."""
+    early, late = compared(loss.shape[-1])
+    return loss[..., late - 1] - loss[..., early - 1]
+
+
+_P = PartitionSpec
