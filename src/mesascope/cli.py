@@ -110,6 +110,8 @@ class Reproduce:
     """Directory of the page, figures, arrays and claims."""
     runs: Path = Path("runs")
     """Directory of trained models."""
+    data: Path | None = None
+    """Folder of a prepared corpus, for language models."""
     fresh: bool = False
     """Compute finished pieces again; trained models stay."""
     max_minutes: float | None = None
@@ -136,6 +138,7 @@ class Reproduce:
                 scale=SCALES[self.preset],
                 out=self.out,
                 run_directory=self.runs,
+                data=self.data,
                 fresh=self.fresh,
                 max_minutes=self.max_minutes,
                 console=console,

@@ -1,4 +1,4 @@
-"""One file for each figure of the paper."""
+"""One file for each figure of the paper, and for what goes beyond it."""
 
 import importlib
 
@@ -25,6 +25,11 @@ _FILES = {
     "si-distilled": "fig5",
     "si-noise": "fig5",
     "si-icl-mesa": "fig8",
+    "lm-keyshift": "language",
+    "lm-two-layers": "language",
+    "lm-four-layers": "language",
+    "lm-attention": "language",
+    "recall": "recall",
 }
 
 

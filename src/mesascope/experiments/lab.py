@@ -32,6 +32,10 @@ class NotReleasedError(LookupError):
     """Something that does not come with the repository: its figures are drawn from stored arrays."""
 
 
+class NoTextError(NotReleasedError):
+    """Language models need text, and none was given."""
+
+
 class OutOfTimeError(RuntimeError):
     """The time given is up. The same command goes on."""
 
@@ -132,6 +136,7 @@ class Lab:
     """Models for the experiments.
 
     Attributes:
+        data: folder of a prepared corpus, for language models.
         inputs: digests of all that was asked for, by name.
     """
 
@@ -140,10 +145,12 @@ class Lab:
         scale: Scale,
         *,
         runs: Path = Path("runs"),
+        data: Path | None = None,
         deadline: float | None = None,
         console: Console | None = None,
     ):
         self.scale, self.runs, self.deadline, self.console = scale, Path(runs), deadline, console
+        self.data = data
         self.inputs: dict[str, str] = {}
 
     def config(self, name: str, variant: Variant = "as_run") -> Config:
@@ -186,7 +193,7 @@ class Lab:
         )
         if not run.finished:
             raise OutOfTimeError(f"stopped while training {name} ({variant}).")
-        self._note(f"runs/{run.path.name}")
+        self.used(run)
         return Trained(run.config, run.models(), run)
 
     def tuned(
@@ -244,6 +251,10 @@ class Lab:
         paths = {"released": released.weights_path, "tuned": self._tuned_path}
         path = paths[where](name) if where in paths else self.runs / name / "weights.safetensors"
         return store.read_metadata(path)["sha256"] if path.exists() else None
+
+    def used(self, run: Run) -> None:
+        """Remember that something was computed from its models."""
+        self._note(f"runs/{run.path.name}")
 
     def _note(self, name: str) -> None:
         self.inputs[name] = self.digest(name) or ""

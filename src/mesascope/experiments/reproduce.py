@@ -15,7 +15,7 @@ from mesascope import experiments, released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import differences
-from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError, Scale
+from mesascope.experiments.lab import SCALES, Lab, NoTextError, NotReleasedError, OutOfTimeError, Scale
 from mesascope.experiments.panels import Curves, Drawing, Maps, Panel, draw
 from mesascope.experiments.results import Arrays, Result
 from mesascope.untrusted import StoreError, check
@@ -43,6 +43,7 @@ def reproduce(
     scale: Scale = SCALES["released"],
     out: Path = Path("report"),
     run_directory: Path = Path("runs"),
+    data: Path | None = None,
     fresh: bool = False,
     max_minutes: float | None = None,
     console: Console,
@@ -53,6 +54,7 @@ def reproduce(
         names: of figures; none for all (at the scale "released": all that are).
         out: directory of what is made; each scale has its own folder in it.
         run_directory: where trained models are kept.
+        data: folder of a prepared corpus, for language models.
         fresh: compute finished pieces again (trained models stay).
         max_minutes: stop cleanly after so many.
 
@@ -60,7 +62,7 @@ def reproduce(
         OutOfTimeError: what was finished is kept, and the same call goes on.
     """
     deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-    lab = Lab(scale, runs=run_directory, deadline=deadline, console=console)
+    lab = Lab(scale, runs=run_directory, data=data, deadline=deadline, console=console)
     folder = out / scale.name
     outcomes = []
     for name in names or experiments.names():
@@ -97,6 +99,11 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
             began = time.monotonic()
             try:
                 new = piece(lab)
+            except NoTextError:
+                raise NothingStoredError(
+                    f"{experiment.id}: language models need text. `mesascope lm prepare` makes a folder of it, "
+                    f"`mesascope reproduce {experiment.id} --preset {lab.scale.name} --data FOLDER` reads it."
+                ) from None
             except NotReleasedError as missing:
                 part = stored_about.get("pieces", {}).get(name)
                 if part is None:

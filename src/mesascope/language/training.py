@@ -343,15 +343,19 @@ class LanguageTrainer:
         tokens that have so many before them. None unless that layer's attention is a distribution."""
         if not isinstance(self.config.model.blocks[0].mixer, Softmax):
             return None
-        tokens = jnp.asarray(batch.tokens)
+        found = [
+            [np.asarray(self._offsets(models, i, t)) for t in batch.tokens] for i in range(len(self._seeds))
+        ]
+        return np.mean(found, 1)
 
+    @cached_property
+    def _offsets(self) -> Callable[[LanguageModel, int, Array], Array]:
         @jax.jit
-        def one(model: LanguageModel, sequence: Array) -> Array:
+        def one(models: LanguageModel, seed: Array, sequence: Array) -> Array:
+            model = jax.tree.map(lambda a: a[seed], models)
             return by_offset(model.trace(sequence)[1]["blocks.0.mixer.attention"], OFFSETS)
 
-        seeds = self.config.train.seeds
-        chosen = [jax.tree.map(lambda a, i=i: a[i], models) for i in range(seeds)]
-        return np.stack([np.mean([np.asarray(one(m, t)) for t in tokens], 0) for m in chosen])
+        return lambda models, seed, sequence: one(models, np.int32(seed), jnp.asarray(sequence))
 
 
 def by_offset(attention: Float[Array, "head time time"], offsets: int) -> Float[Array, "head offset"]:
