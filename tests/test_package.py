@@ -32,6 +32,7 @@ LAYERS = [
     "bench",
     "bench_train",
     "experiments",
+    "sweep",
     "show",
     "report",
     "cli",

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mesascope.language import LanguageConfig
+    from mesascope.sweep import Piece
     from mesascope.training import Config
 
 
@@ -118,6 +121,9 @@ class Reproduce:
     """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
     publish: Path | None = None
     """Also write arrays, figures and claims into this directory (`results`)."""
+    executor: str | None = None
+    """First train and compute, piece by piece, in processes of their own: `local`, `local:4`, `ray`,
+    `ray://HOST:PORT`, `slurm`. (They share the directories `out` and `runs`.)"""
 
     def run(self) -> None:
         import jax
@@ -129,6 +135,15 @@ class Reproduce:
         from mesascope.runs import keep_compiled
 
         console = Console()
+        fresh = self.fresh
+        if self.executor is not None:
+            if self.preset == "released":
+                raise ValueError(
+                    "executor: figures from released weights are computed in this process: leave it out, or choose "
+                    "--preset quick or --preset paper."
+                )
+            self._place(self.executor, console)
+            fresh = False
         keep_compiled(self.runs)
         # Smoke is to see that it runs: compiling takes most of its time.
         jax.config.update("jax_disable_most_optimizations", self.preset == "smoke")
@@ -139,7 +154,7 @@ class Reproduce:
                 out=self.out,
                 run_directory=self.runs,
                 data=self.data,
-                fresh=self.fresh,
+                fresh=fresh,
                 max_minutes=self.max_minutes,
                 console=console,
             )
@@ -156,6 +171,16 @@ class Reproduce:
             console.print(line, style="red", highlight=False)
         if different:
             sys.exit(1)
+
+    def _place(self, place: str, console: "Console") -> None:
+        from mesascope.sweep import figure_pieces
+
+        out, runs = self.out.absolute(), self.runs.absolute()
+        pieces = figure_pieces(self.figures, scale=self.preset, out=out, run_directory=runs)
+        if self.fresh:
+            for piece in pieces:
+                piece.forget()
+        _sweep(pieces, place, runs, self.max_minutes, 2, console)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +262,80 @@ class Train:
         if not run.finished:
             out_of_time = self.max_minutes is not None and time.monotonic() - began >= 60 * self.max_minutes
             sys.exit(75 if out_of_time else 130)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Train many: presets, changes to them and seeds, each with each, as a file asks for them.
+
+    `mesascope sweep status SPEC` says what is done, running and failed. The same command goes on with what is not done.
+    Exit status 1: some failed."""
+
+    spec: tyro.conf.Positional[Path]
+    """A TOML or JSON file: `presets`, and if wanted `variants`, `seeds`, `at_once`, `set` and `over`."""
+    executor: str = "local"
+    """Where: `local` or `local:4` (processes of this machine), `ray` or `ray://HOST:PORT`, `slurm`."""
+    runs: Path = Path("runs")
+    """Directory of runs; of all machines, where there are several."""
+    retries: int = 2
+    """How often a run is started again whose process died; it goes on from its last checkpoint."""
+    max_minutes: float | None = None
+    """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
+    save_seconds: float = 30.0
+    """Time between checkpoints; the result does not depend on it."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from mesascope.sweep import read_spec
+
+        if self.retries < 0:
+            raise ValueError(f"retries: expected 0 or more, got {self.retries}.")
+        runs = self.runs.absolute()
+        pieces = read_spec(self.spec, runs=runs, save_seconds=self.save_seconds)
+        _sweep(pieces, self.executor, runs, self.max_minutes, self.retries, Console())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepStatus:
+    """How far a sweep is, whoever is at it. Exit status 1: some failed."""
+
+    spec: tyro.conf.Positional[Path]
+    """The file that it was started with."""
+    runs: Path = Path("runs")
+    """Directory of runs."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from mesascope.sweep import read_spec, report, status
+
+        outcomes = status(read_spec(self.spec, runs=self.runs.absolute()))
+        report(outcomes, Console())
+        if any(outcome.state == "failed" for outcome in outcomes):
+            sys.exit(1)
+
+
+def _sweep(
+    pieces: "Sequence[Piece]",
+    place: str,
+    runs: Path,
+    max_minutes: float | None,
+    retries: int,
+    console: "Console",
+) -> None:
+    """All pieces; exits if they are not done afterwards."""
+    from mesascope.sweep import executor, report, sweep
+
+    where = executor(place, folder=runs / ".sweeps")
+    try:
+        outcomes = sweep(pieces, where, retries=retries, max_minutes=max_minutes, console=console)
+    finally:
+        where.close()
+    report(outcomes, console)
+    states = {outcome.state for outcome in outcomes}
+    if states != {"done"}:
+        sys.exit(1 if "failed" in states else 75)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -519,6 +618,8 @@ Command = (
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Plot, tyro.conf.subcommand("plot")]
     | Annotated[LanguageModel, tyro.conf.subcommand("lm")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
+    | Annotated[SweepStatus, tyro.conf.subcommand("sweep-status")]
 )
 
 
@@ -528,6 +629,8 @@ def main(arguments: list[str] | None = None) -> None:
     from mesascope.store import StoreError
 
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:2] == ["sweep", "status"]:
+        arguments = ["sweep-status", *arguments[2:]]
     try:
         if arguments[:1] == ["train"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             _train(arguments[1], arguments[2:])

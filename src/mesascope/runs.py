@@ -56,6 +56,10 @@ class RunError(RuntimeError):
     """A run that cannot go on, with what to do about it."""
 
 
+class BusyError(RunError):
+    """A run that another process is training."""
+
+
 class Sink(Protocol):
     """Where metrics go besides `metrics.jsonl`. `fit` opens one with the run and the step at which it goes on."""
 
@@ -173,7 +177,7 @@ class Run:
         return [path for path in paths if path.exists()]
 
     def _locked(self) -> AbstractContextManager[None]:
-        return store.locked(self.path, field="runs", doing="trained", error=RunError)
+        return store.locked(self.path, field="runs", doing="trained", error=RunError, busy=BusyError)
 
     def _clear(self) -> None:
         # What would make the rest look finished goes first, should this be cut short.
@@ -243,6 +247,7 @@ def fit(
 
     Raises:
         RunError: it diverged, is damaged, or was begun by other source. The message says what to do.
+        BusyError: another process is training it.
         StoreError: a file could not be written.
     """
     run = Run(path_of(config, runs))
@@ -316,7 +321,7 @@ def _train(
     log = _Log(run.path / "metrics.jsonl", int(state.step), train)
     step, stride = int(state.step), 1
     progress.start(step, train.steps)
-    with _interrupts() as interrupted:
+    with interrupts() as interrupted:
         while True:
             if (step % train.eval_every == 0 or step == train.steps) and log.last_step != step:
                 with clock.busy("evaluate"):
@@ -476,7 +481,7 @@ def _finite(values: np.ndarray) -> list[float | None]:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
+def interrupts() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM, so that what runs can finish a step; a second one is obeyed at once."""
     caught: list[int] = []
 

@@ -48,13 +48,21 @@ def write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def locked(folder: Path, *, field: str, doing: str, error: type[Exception] = StoreError) -> Iterator[None]:
+def locked(
+    folder: Path,
+    *,
+    field: str,
+    doing: str,
+    error: type[Exception] = StoreError,
+    busy: type[Exception] | None = None,
+) -> Iterator[None]:
     """Two processes must not write to one folder. The lock ends with the process that holds it.
 
     Args:
         field: what the caller named the folder with, for the message.
         doing: "trained", "prepared": what the other process does.
-        error: what to raise when that is so, or when nothing can be written there.
+        error: what to raise when nothing can be written there.
+        busy: what to raise when another process holds the lock; the same unless given.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +72,26 @@ def locked(folder: Path, *, field: str, doing: str, error: type[Exception] = Sto
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as cause:
-        raise error(f"{folder} is being {doing} by another process.") from cause
+        raise (busy or error)(f"{folder} is being {doing} by another process.") from cause
     else:
         yield
     finally:
         os.close(file)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder."""
+    try:
+        file = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -195,13 +218,20 @@ def from_dict(data: Any, root: type[T]) -> T:
     return value
 
 
-def with_field(config: T, assignment: str) -> T:
-    """The configuration with one field set: `model.blocks.1.mixer=Linear`, or any JSON after the equals sign.
+def with_field(config: T, *assignments: str) -> T:
+    """The configuration with fields set: `model.blocks.1.mixer=Linear`, or any JSON after the equals sign.
 
-    A word that is no JSON names a kind, with its default fields, or is a string.
+    A word that is no JSON names a kind, with its default fields, or is a string. What several fields make together must
+    be valid, not what each makes alone.
     """
-    path, equals, text = assignment.partition("=")
     data = to_dict(config)
+    for assignment in assignments:
+        _assign(data, assignment, _kinds(type(config)))
+    return from_dict(data, type(config))
+
+
+def _assign(data: Any, assignment: str, kinds: Mapping[str, type]) -> None:
+    path, equals, text = assignment.partition("=")
     place: Any = data
     *way, last = (int(name) if name.isdigit() else name for name in path.split("."))
     try:
@@ -215,9 +245,8 @@ def with_field(config: T, assignment: str) -> T:
     try:
         value = json.loads(text)
     except ValueError:
-        value = {"kind": text} if text in _kinds(type(config)) else text
+        value = {"kind": text} if text in kinds else text
     place[last] = value
-    return from_dict(data, type(config))
 
 
 def digest(config: Any) -> str:

@@ -90,45 +90,61 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
     stored, stored_about = _stored(experiment.id) if lab.scale.from_released else ({}, {})
     arrays: Arrays = {}
     origin, about = {}, {}
-    for name, piece in experiment.pieces.items():
-        path = folder / "pieces" / experiment.id / name
-        found = None if fresh else _kept(path, lab)
-        if found is None:
-            lab.check_time()
-            lab.inputs = {}
-            began = time.monotonic()
-            try:
-                new = piece(lab)
-            except NoTextError:
+    for name in experiment.pieces:
+        try:
+            new, about[name] = compute_piece(experiment, name, lab, folder, fresh=fresh)
+        except NoTextError:
+            raise NothingStoredError(
+                f"{experiment.id}: language models need text. `mesascope lm prepare` makes a folder of it, "
+                f"`mesascope reproduce {experiment.id} --preset {lab.scale.name} --data FOLDER` reads it."
+            ) from None
+        except NotReleasedError as missing:
+            part = stored_about.get("pieces", {}).get(name)
+            if part is None:
                 raise NothingStoredError(
-                    f"{experiment.id}: language models need text. `mesascope lm prepare` makes a folder of it, "
-                    f"`mesascope reproduce {experiment.id} --preset {lab.scale.name} --data FOLDER` reads it."
+                    f"{experiment.id}: {missing} does not come with the repository, and neither do the arrays "
+                    f"of the piece {name!r}. `--preset quick` or `--preset paper` computes them."
                 ) from None
-            except NotReleasedError as missing:
-                part = stored_about.get("pieces", {}).get(name)
-                if part is None:
-                    raise NothingStoredError(
-                        f"{experiment.id}: {missing} does not come with the repository, and neither do the arrays "
-                        f"of the piece {name!r}. `--preset quick` or `--preset paper` computes them."
-                    ) from None
-                arrays |= {n: stored[n] for n in part["arrays"]}
-                origin |= dict.fromkeys(part["arrays"], "stored")
-                about[name] = part
-                continue
-            made = {
-                "arrays": list(new),
-                **lab.about(),
-                "seconds": round(time.monotonic() - began, 1),
-                "made": runs.made_with(),
-            }
-            results.write(path, new, made)
-            found = new, made
-        new, about[name] = found
+            arrays |= {n: stored[n] for n in part["arrays"]}
+            origin |= dict.fromkeys(part["arrays"], "stored")
+            about[name] = part
+            continue
         arrays |= new
         origin |= dict.fromkeys(new, "recomputed")
     if stored:
         arrays = results.spliced({n: stored[n] for n in arrays if n in stored}, arrays)
     return Result(figure=experiment.id, arrays=arrays, origin=origin, about=about)
+
+
+def compute_piece(
+    experiment: Experiment, name: str, lab: Lab, folder: Path, *, fresh: bool = False
+) -> tuple[Arrays, dict[str, Any]]:
+    """The arrays of one piece, kept or new, and how they were made."""
+    path = piece_path(experiment.id, name, folder)
+    if not fresh and (found := _kept(path, lab)) is not None:
+        return found
+    lab.check_time()
+    lab.inputs = {}
+    began = time.monotonic()
+    arrays = experiment.pieces[name](lab)
+    about = {
+        "arrays": list(arrays),
+        **lab.about(),
+        "seconds": round(time.monotonic() - began, 1),
+        "made": runs.made_with(),
+    }
+    results.write(path, arrays, about)
+    return arrays, about
+
+
+def is_kept(experiment: Experiment, name: str, lab: Lab, folder: Path) -> bool:
+    """Whether a piece was finished before, at this scale and from these very models."""
+    return _kept(piece_path(experiment.id, name, folder), lab) is not None
+
+
+def piece_path(figure: str, name: str, folder: Path) -> Path:
+    """Of a piece's arrays, but for how the files end."""
+    return folder / "pieces" / figure / name
 
 
 def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -> list[Outcome]:
@@ -139,7 +155,7 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
         stored, stored_about = _stored(name) if scale.from_released else ({}, {})
         arrays, about = {}, dict(stored_about.get("pieces", {}))
         for piece in experiment.pieces:
-            path = out / scale.name / "pieces" / name / piece
+            path = piece_path(name, piece, out / scale.name)
             if path.with_suffix(".json").exists():
                 new, about[piece] = results.read(path)
                 arrays |= new

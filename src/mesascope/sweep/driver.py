@@ -1,0 +1,217 @@
+"""The sweep itself: what is started, what is tried again, what is told."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mesascope import store
+from mesascope.runs import interrupts
+from mesascope.sweep.executors import Executor, Running
+from mesascope.sweep.pieces import Job, Piece, folder_of
+from mesascope.sweep.worker import BUSY, DONE, HOPELESS, OUT_OF_TIME, STOPPED
+from mesascope.untrusted import StoreError, check, read_json
+
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_WHILE_BUSY = 5.0
+SECONDS_TO_SAVE = 60.0
+LINES_OF_LOG = 12
+
+State = Literal["done", "running", "waiting", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a piece stands.
+
+    Attributes:
+        attempts: how often it was started.
+        told: how far it is; or of one that failed, the last lines of its log.
+    """
+
+    piece: Piece
+    state: State
+    attempts: int = 0
+    told: str = ""
+
+
+@dataclass
+class _Placed:
+    piece: Piece
+    attempt: int
+    running: Running
+
+
+def sweep(
+    pieces: Sequence[Piece],
+    executor: Executor,
+    *,
+    retries: int = 2,
+    max_minutes: float | None = None,
+    console: Console | None = None,
+) -> list[Outcome]:
+    """Do all pieces that are not done yet.
+
+    A piece whose process dies, on whatever machine, is started again up to `retries` times, and goes on from its last
+    checkpoint. One that cannot succeed (training diverges, say) or keeps failing is reported, and the rest goes on. One
+    that another process is at is looked at again later.
+
+    Args:
+        max_minutes: stop cleanly after so many.
+
+    Returns:
+        How each piece stands: all are done or have failed, unless the time was up (then some are waiting).
+
+    Raises:
+        KeyboardInterrupt: the user wanted to stop; everything was saved first.
+    """
+    console = console or Console(quiet=True)
+    deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+    waiting = deque((piece, 1, 0.0) for piece in pieces if not piece.is_done)
+    console.print(f"{len(pieces)} pieces, {len(pieces) - len(waiting)} of them done before", highlight=False)
+    placed: list[_Placed] = []
+    stopping = False
+    with interrupts() as interrupted:
+        try:
+            while waiting or placed:
+                now = time.monotonic()
+                out_of_time = deadline is not None and now >= deadline
+                if (interrupted or out_of_time) and not stopping:
+                    stopping = True
+                    waiting.clear()
+                    for at in placed:
+                        at.running.stop()
+                while waiting and not stopping and (executor.slots is None or len(placed) < executor.slots):
+                    ready = next((entry for entry in waiting if entry[2] <= now), None)
+                    if ready is None:
+                        break
+                    waiting.remove(ready)
+                    placed.append(_start(*ready[:2], executor, deadline, console))
+                for at in list(placed):
+                    if (ended := at.running.ended()) is None:
+                        continue
+                    placed.remove(at)
+                    # Whoever is asked to stop may be killed by it.
+                    again = _settle(at, STOPPED if stopping and ended != DONE else ended, retries, console)
+                    waiting.extend([] if again is None else [again])
+                if waiting or placed:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+        except BaseException:
+            _abandon(placed)
+            raise
+    if interrupted:
+        raise KeyboardInterrupt
+    return status(pieces)
+
+
+def _abandon(placed: Sequence[_Placed]) -> None:
+    """A second Ctrl-C, or an error of ours: what runs is asked to save, and not waited for longer than that takes."""
+    for at in placed:
+        at.running.stop()
+    until = time.monotonic() + SECONDS_TO_SAVE
+    while time.monotonic() < until and any(at.running.ended() is None for at in placed):
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _start(
+    piece: Piece, attempt: int, executor: Executor, deadline: float | None, console: Console
+) -> _Placed:
+    folder = folder_of(piece)
+    _write(folder, "started", attempt)
+    left = None if deadline is None else max(0.0, (deadline - time.monotonic()) / 60)
+    job = Job(piece=piece, folder=str(folder), attempt=attempt, max_minutes=left)
+    console.print(f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""), highlight=False)
+    return _Placed(piece, attempt, executor.start(job.to_text()))
+
+
+def _settle(at: _Placed, ended: int, retries: int, console: Console) -> tuple[Piece, int, float] | None:
+    """What became of a piece; and if it is to be started again, which attempt that is and not before when."""
+    piece, folder = at.piece, folder_of(at.piece)
+    if ended == DONE and piece.is_done:
+        _write(folder, "done", at.attempt)
+        console.print(f"{piece.name}: done", highlight=False)
+        return None
+    if ended in (OUT_OF_TIME, STOPPED):
+        _write(folder, "stopped", at.attempt)
+        console.print(f"{piece.name}: stopped, and saved ({piece.stands_at})", highlight=False)
+        return None
+    if ended == BUSY:
+        console.print(f"{piece.name}: another process is at it; looking again later", highlight=False)
+        return piece, at.attempt, time.monotonic() + SECONDS_WHILE_BUSY
+    if ended == HOPELESS or at.attempt > retries:
+        _write(folder, "failed", at.attempt)
+        console.print(f"{piece.name}: failed; the rest goes on. {folder / 'log'} ends with", highlight=False)
+        console.print(escape(_end_of(folder / "log")), style="red", highlight=False)
+        return None
+    console.print(
+        f"{piece.name}: ended before its end; started again from its last checkpoint", highlight=False
+    )
+    return piece, at.attempt + 1, 0.0
+
+
+def status(pieces: Sequence[Piece]) -> list[Outcome]:
+    """How pieces stand, whoever is at them."""
+    return [_status(piece) for piece in pieces]
+
+
+def _status(piece: Piece) -> Outcome:
+    folder = folder_of(piece)
+    told, attempts = _read(folder)
+    if piece.is_done:
+        return Outcome(piece=piece, state="done", attempts=attempts)
+    if store.is_locked(folder):
+        return Outcome(piece=piece, state="running", attempts=attempts, told=piece.stands_at)
+    if told == "failed":
+        return Outcome(piece=piece, state="failed", attempts=attempts, told=_end_of(folder / "log"))
+    return Outcome(piece=piece, state="waiting", attempts=attempts, told=piece.stands_at)
+
+
+def report(outcomes: Sequence[Outcome], console: Console) -> None:
+    """A table of what is not done, and how many are."""
+    table = Table("piece", "state", "attempts", "")
+    for outcome in outcomes:
+        if outcome.state != "done":
+            last = outcome.told.rstrip().rpartition("\n")[2]
+            table.add_row(escape(outcome.piece.name), outcome.state, str(outcome.attempts), escape(last))
+    if table.row_count:
+        console.print(table)
+    for outcome in outcomes:
+        if outcome.state == "failed":
+            log = folder_of(outcome.piece) / "log"
+            console.print(f"log: {log}", highlight=False, soft_wrap=True, markup=False)
+    states = [outcome.state for outcome in outcomes]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("done", "running", "waiting", "failed"))
+    console.print(counts, highlight=False)
+
+
+def _write(folder: Path, state: str, attempts: int) -> None:
+    store.write_json(folder / "state.json", {"state": state, "attempts": attempts})
+
+
+def _read(folder: Path) -> tuple[str, int]:
+    path = folder / "state.json"
+    if not path.exists():
+        return "", 0
+    try:
+        found = check(read_json(path), {"state": str, "attempts": int}, path)
+    except StoreError:  # it says nothing that the run does not say better
+        return "", 0
+    return found["state"], found["attempts"]
+
+
+def _end_of(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 2**14))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return "(there is no log)"
+    return "\n".join(line[:500] for line in lines[-LINES_OF_LOG:])

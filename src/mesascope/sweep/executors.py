@@ -1,0 +1,211 @@
+"""Where pieces of work are done: processes of this machine, a Ray cluster, Slurm.
+
+An executor starts jobs and says how they ended; what is retried, and when, is the driver's business. A job is text, and
+what it makes lies in directories that all machines share.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from mesascope.runs import RunError
+from mesascope.sweep.worker import FAILED, work
+
+
+class Running(Protocol):
+    """A job that was started."""
+
+    def ended(self) -> int | None:
+        """How it ended (see `worker`), or None. A process that was killed has failed."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to save and end."""
+        ...
+
+
+class Executor(Protocol):
+    """Somewhere to work.
+
+    Attributes:
+        slots: how many jobs may be started at once; None if it has a queue of its own.
+    """
+
+    slots: int | None
+
+    def start(self, job: str) -> Running:
+        """Begin with a job, or put it into the queue."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
+
+
+def executor(place: str, *, folder: Path) -> Executor:
+    """`local`, or `local:4` for four processes; `ray`, or `ray://HOST:PORT`; `slurm`, or `slurm:local` to try that out.
+
+    Args:
+        folder: for files that an executor needs, on a disk that all machines share.
+    """
+    kind, _, rest = place.partition(":")
+    if kind == "local" and (not rest or (rest.isdecimal() and 1 <= int(rest) <= 1024)):
+        return Local(int(rest) if rest else max(1, len(_gpus())))
+    if kind == "ray" and (not rest or rest.startswith("//")):
+        return Ray(place if rest else None)
+    if kind == "slurm" and rest in ("", "local"):
+        return Slurm("local" if rest else "slurm", folder)
+    raise ValueError(
+        "executor: expected 'local', 'local:N' (N processes), 'ray', 'ray://HOST:PORT', 'slurm' or 'slurm:local', "
+        f"got {place!r}."
+    )
+
+
+def _gpus() -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. (Asking JAX would take memory on each.)"""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return []
+    there = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i in range(len(list(there.iterdir())))] if there.is_dir() else []
+
+
+@final
+class Local:
+    """Processes of this machine; where it has GPUs, each process has one to itself, as far as they go."""
+
+    def __init__(self, slots: int):
+        self.slots: int | None = slots
+        self.gpus = _gpus()
+        self.started: list[_Process] = []
+
+    def start(self, job: str) -> "_Process":
+        gpu = None
+        if self.gpus:
+            busy = [process.gpu for process in self.started if process.ended() is None]
+            gpu = min(self.gpus, key=busy.count)
+        self.started = [process for process in self.started if process.ended() is None]
+        self.started.append(_Process(job, gpu))
+        return self.started[-1]
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class _Process:
+    def __init__(self, job: str, gpu: str | None):
+        self.gpu = gpu
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mesascope.sweep.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            # Ctrl-C is for the driver, which then asks.
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(job)
+        self.process.stdin.close()
+
+    def ended(self) -> int | None:
+        status = self.process.poll()
+        return FAILED if status is not None and status < 0 else status
+
+    def stop(self) -> None:
+        self.process.terminate()
+
+
+@final
+class Ray:
+    """A Ray cluster: one GPU for each job, where the cluster has any. Its machines share the directories."""
+
+    slots: int | None = None
+
+    def __init__(self, address: str | None):
+        try:
+            import ray
+        except ImportError as error:
+            raise RunError("executor: ray needs `pip install mesascope[ray]`.") from error
+        self.ray: Any = ray
+        try:
+            ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise RunError(f"executor: cannot reach the Ray cluster ({error}).") from error
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
+        # A process for each job: what JAX allocated goes with it. Retries are the driver's.
+        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1, num_gpus=gpus)(work)
+
+    def start(self, job: str) -> "_RayTask":
+        return _RayTask(self.ray, self.task.remote(job))
+
+    def close(self) -> None:
+        self.ray.shutdown()
+
+
+@final
+class _RayTask:
+    def __init__(self, ray: Any, reference: Any):
+        self.ray, self.reference = ray, reference
+
+    def ended(self) -> int | None:
+        ready, _ = self.ray.wait([self.reference], timeout=0)
+        if not ready:
+            return None
+        try:
+            return self.ray.get(self.reference)
+        except self.ray.exceptions.RayError:
+            return FAILED
+
+    def stop(self) -> None:
+        self.ray.cancel(self.reference, recursive=False)
+
+
+@final
+class Slurm:
+    """Slurm, through submitit. What sbatch needs it takes from the environment: SBATCH_PARTITION, SBATCH_GPUS, …"""
+
+    slots: int | None = None
+
+    def __init__(self, cluster: str, folder: Path):
+        try:
+            import submitit  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise RunError("executor: slurm needs `pip install mesascope[slurm]`.") from error
+        if cluster == "slurm" and shutil.which("sbatch") is None:
+            raise RunError(
+                "executor: there is no `sbatch` on this machine. 'slurm:local' does the same without."
+            )
+        self.submitit: Any = submitit.AutoExecutor(folder=folder / "slurm", cluster=cluster)
+        # (Its own default is five minutes.) SBATCH_TIMELIMIT has precedence; what it ends goes on from its checkpoint.
+        self.submitit.update_parameters(name="mesascope", timeout_min=24 * 60)
+
+    def start(self, job: str) -> "_SlurmJob":
+        return _SlurmJob(self.submitit.submit(work, job))
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class _SlurmJob:
+    def __init__(self, job: Any):
+        self.job = job
+
+    def ended(self) -> int | None:
+        if not self.job.done():
+            return None
+        try:
+            return self.job.result()
+        except Exception:  # whatever it was, the job is not done
+            return FAILED
+
+    def stop(self) -> None:
+        self.job.cancel()

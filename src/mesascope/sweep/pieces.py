@@ -1,0 +1,235 @@
+"""What a sweep is made of: runs to be trained, pieces of figures to be computed; each can be done anywhere."""
+
+import itertools
+import json
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from mesascope import experiments, store
+from mesascope.experiments.lab import SCALES, Lab
+from mesascope.experiments.reproduce import compute_piece, is_kept, piece_path
+from mesascope.presets import Variant, preset
+from mesascope.runs import Run, fit, path_of
+from mesascope.training import Config, with_train
+from mesascope.untrusted import LONGEST_JSON, StoreError, check, read_bytes, read_json
+
+MOST_PIECES = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A configuration to be trained.
+
+    Attributes:
+        runs: directory of runs.
+        save_seconds: time between checkpoints.
+    """
+
+    config: Config
+    runs: str
+    save_seconds: float = 30.0
+
+    @property
+    def name(self) -> str:
+        """That of the run's directory."""
+        return path_of(self.config, self.runs).name
+
+    @property
+    def is_done(self) -> bool:
+        return self._run.finished
+
+    @property
+    def stands_at(self) -> str:
+        """How far it is."""
+        return f"step {self._run.step:,} of {self.config.train.steps:,}"
+
+    def do(self, max_minutes: float | None, console: Console) -> bool:
+        """Train, or go on; False if it was stopped before the end."""
+        run = fit(
+            self.config,
+            runs=self.runs,
+            max_minutes=max_minutes,
+            save_seconds=self.save_seconds,
+            console=console,
+        )
+        return run.finished
+
+    @property
+    def _run(self) -> Run:
+        return Run(path_of(self.config, self.runs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigurePiece:
+    """A piece of a figure, with the models that it needs.
+
+    Attributes:
+        scale: a name in `SCALES`.
+        out: directory of what is made; each scale has its own folder in it.
+    """
+
+    figure: str
+    piece: str
+    scale: str
+    out: str
+    runs: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.scale}-{self.figure}-{self.piece}"
+
+    @property
+    def is_done(self) -> bool:
+        return is_kept(experiments.experiment(self.figure), self.piece, self._lab(), self._folder)
+
+    @property
+    def stands_at(self) -> str:
+        return ""
+
+    def do(self, max_minutes: float | None, console: Console) -> bool:
+        """Compute it, unless that has been done; False if the time was up before."""
+        lab = self._lab(max_minutes, console)
+        compute_piece(experiments.experiment(self.figure), self.piece, lab, self._folder)
+        return True
+
+    def forget(self) -> None:
+        """Have it computed again."""
+        piece_path(self.figure, self.piece, self._folder).with_suffix(".json").unlink(missing_ok=True)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.out) / self.scale
+
+    def _lab(self, max_minutes: float | None = None, console: Console | None = None) -> Lab:
+        deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        return Lab(SCALES[self.scale], runs=Path(self.runs), deadline=deadline, console=console)
+
+
+Piece = TrainingRun | FigurePiece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A piece to be done now, once.
+
+    Attributes:
+        folder: where its lock and its log are.
+        attempt: which this is, from 1.
+        max_minutes: stop cleanly after so many.
+    """
+
+    piece: Piece
+    folder: str
+    attempt: int
+    max_minutes: float | None = None
+
+    def to_text(self) -> str:
+        return json.dumps(store.to_dict(self))
+
+
+def folder_of(piece: Piece) -> Path:
+    """Where a piece's lock, log and state are: beside the runs."""
+    return Path(piece.runs) / ".sweeps" / piece.name
+
+
+def figure_pieces(names: Sequence[str], *, scale: str, out: Path, run_directory: Path) -> list[FigurePiece]:
+    """Every piece of these figures (of all, if none are named)."""
+    return [
+        FigurePiece(figure=name, piece=piece, scale=scale, out=str(out), runs=str(run_directory))
+        for name in names or experiments.names()
+        for piece in experiments.experiment(name).pieces
+    ]
+
+
+SPEC: dict[Any, Any] = {
+    "presets": [str],
+    "variants?": [str],
+    "seeds?": int,
+    "at_once?": int,
+    "set?": {str: object},
+    "over?": {str: [object]},
+}
+
+
+def read_spec(path: Path, *, runs: Path, save_seconds: float = 30.0) -> list[TrainingRun]:
+    """The runs that a file asks for: every combination of its presets, variants, values and seeds.
+
+        presets = ["linear-1", "softmax-7"]
+        variants = ["as_run"]                         # unless given
+        seeds = 20                                    # models of each kind; else as many as the preset has
+        at_once = 5                                   # how many of them a run trains side by side; else all
+
+        [set]                                         # for all of them
+        "train.steps" = 2000
+        [over]                                        # each with each
+        "train.optimizer.rate.peak" = [1e-3, 3e-4]
+        "model.blocks.0.mixer" = ["Linear", "Mesa"]
+
+    A TOML file, or JSON of the same form. Values are what `mesascope train --set FIELD=VALUE` takes.
+    """
+    spec = check(_parsed(path), SPEC, path)
+    unknown = sorted(spec.keys() - {name.removesuffix("?") for name in SPEC})
+    if unknown:
+        raise StoreError(f"{path}: there is no {unknown[0]!r}, only {', '.join(n.strip('?') for n in SPEC)}.")
+    variants = spec.get("variants", ["as_run"])
+    over = spec.get("over", {})
+    count = len(spec["presets"]) * len(variants)
+    for values in over.values():
+        count *= len(values)
+    total, at_once = spec.get("seeds"), spec.get("at_once")
+    if at_once is not None and total is None:
+        raise StoreError(f"{path}: at_once says how many of `seeds` are trained at once; give both.")
+    if any(n is not None and n < 1 for n in (total, at_once)):
+        raise StoreError(f"{path}: seeds and at_once: expected at least 1.")
+    groups = _groups(total, at_once or total)
+    if not 0 < count * len(groups) <= MOST_PIECES:
+        raise StoreError(f"{path}: expected 1 to {MOST_PIECES:,} runs, got {count * len(groups):,}.")
+    found = {}
+    for name, variant, *values in itertools.product(spec["presets"], variants, *over.values()):
+        if variant not in get_args(Variant):
+            raise StoreError(f"{path}: variants: expected {' or '.join(get_args(Variant))}, got {variant!r}.")
+        fields = spec.get("set", {}) | dict(zip(over, values, strict=True))
+        config = _with_fields(preset(name, variant), fields, path)
+        for first, seeds in groups:
+            if seeds is not None:
+                config = with_train(config, first_seed=first, seeds=seeds)
+            piece = TrainingRun(config=config, runs=str(runs), save_seconds=save_seconds)
+            found[piece.name] = piece
+    return list(found.values())
+
+
+def _parsed(path: Path) -> Any:
+    if path.suffix == ".json":
+        return read_json(path)
+    if path.suffix != ".toml":
+        raise StoreError(f"{path}: expected a file that ends in .toml or .json.")
+    try:
+        return tomllib.loads(read_bytes(path, LONGEST_JSON).decode())
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: expected TOML ({str(error)[:500]}).") from error
+
+
+def _groups(total: int | None, at_once: int | None) -> list[tuple[int, int | None]]:
+    """First seed and number of seeds of each run."""
+    if total is None or at_once is None:
+        return [(0, None)]
+    if -(-total // at_once) > MOST_PIECES:
+        raise StoreError(f"seeds: expected at most {MOST_PIECES:,} runs.")
+    return [(first, min(at_once, total - first)) for first in range(0, total, at_once)]
+
+
+def _with_fields(config: Config, fields: Mapping[str, Any], path: Path) -> Config:
+    try:
+        texts = [
+            f"{name}={value if isinstance(value, str) else json.dumps(value, allow_nan=False)}"
+            for name, value in fields.items()
+        ]
+        return store.with_field(config, *texts)
+    except (TypeError, ValueError, StoreError) as error:
+        raise StoreError(f"{path}: {str(error)[:500]}") from error

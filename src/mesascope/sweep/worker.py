@@ -1,0 +1,91 @@
+"""Does one piece of work, in the process that an executor gave it: `python -m mesascope.sweep.worker < job.json`."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from datetime import UTC, datetime
+from pathlib import Path
+
+DONE, FAILED, HOPELESS, BUSY, OUT_OF_TIME, STOPPED = 0, 1, 2, 69, 75, 130
+"""How a piece ended. `HOPELESS`: it would fail again. `BUSY`: another process is at it."""
+
+
+def work(text: str) -> int:
+    """Do the job that is written here; the status says how it ended, the log why."""
+    from mesascope import store
+    from mesascope.experiments.lab import OutOfTimeError
+    from mesascope.runs import BusyError, RunError, keep_compiled
+    from mesascope.sweep.pieces import Job
+    from mesascope.untrusted import StoreError, parse_json
+
+    job = store.from_dict(parse_json(text, "job"), Job)
+    folder = Path(job.folder)
+    try:
+        with store.locked(folder, field="runs", doing="worked on", busy=BusyError), _told_to(folder / "log"):
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            print(
+                f"--- attempt {job.attempt}, {now}, process {os.getpid()} on {os.uname().nodename}",
+                flush=True,
+            )
+            try:
+                from rich.console import Console
+
+                keep_compiled(job.piece.runs)
+                finished = job.piece.do(job.max_minutes, Console(width=120))
+                ended = DONE if finished else OUT_OF_TIME if job.max_minutes is not None else STOPPED
+            except OutOfTimeError:
+                ended = OUT_OF_TIME
+            except BusyError as error:
+                print(error)
+                ended = BUSY
+            except (RunError, ValueError, LookupError) as error:
+                print(f"{type(error).__name__}: {error}")
+                ended = HOPELESS
+            except KeyboardInterrupt:
+                ended = STOPPED
+            except BaseException:
+                traceback.print_exc()
+                ended = FAILED
+    except BusyError:
+        return BUSY
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    return ended
+
+
+@contextmanager
+def _told_to(log: Path) -> Iterator[None]:
+    """Whatever this process prints, from wherever, goes to the end of that file."""
+    kept = [os.dup(number) for number in (1, 2)]
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number in (1, 2):
+        os.dup2(file, number)
+    try:
+        with os.fdopen(file, "w", buffering=1) as text, redirect_stdout(text), redirect_stderr(text):
+            yield
+    finally:
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+
+
+def _end_with(parent: int) -> None:
+    """Nobody would be told how this ends once the process that started it is gone. So save, and end."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    sys.exit(work(sys.stdin.read()))
+
+
+if __name__ == "__main__":
+    main()
