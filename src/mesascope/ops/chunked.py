@@ -166,7 +166,7 @@ def _boundary_states(seq: Sequence, k: Array, v: Array, w: Array | None, at: Chu
     """
     dtype = k.dtype
     with jax.enable_x64(True):
-        seq, k, v, w, at = (_cast(a, jnp.float64) for a in (seq, k, v, w, at))
+        seq, k, v, w, at = (cast(a, jnp.float64) for a in (seq, k, v, w, at))
         d = k.shape[-1]
         eye = jnp.eye(d, dtype=k.dtype)
         scale = jnp.sqrt(seq.lam)
@@ -185,18 +185,26 @@ def _boundary_states(seq: Sequence, k: Array, v: Array, w: Array | None, at: Chu
         h, h_final = recurrence(at.step(k), total * gram, h0, False, True)
         s, s_final = recurrence(at.step(k), total * moment, s0, False, True)
         h, s = (jnp.concatenate([a, b[:, None]], 1) for a, b in ((h, h_final), (s, s_final)))
-        # `inverse_cholesky` wants a matrix ≥ I. A fresh H is; one that decayed, or came in, is scaled to be so nearly.
-        low = jnp.min(jnp.diagonal(h, axis1=-2, axis2=-1), -1)[..., None, None]
-        floor = (
-            jnp.ones_like(low) if at.total is None and seq.factor is None else low * jnp.finfo(k.dtype).eps
-        )
-        root = transpose(inverse_cholesky(h / floor)) / jnp.sqrt(floor)
-        weights_t = matmul(matmul(root, transpose(root)), transpose(s)) * scale[:, None, :, None]
-        states = _cast(State(scale[:, None, :, None] * root, weights_t), dtype)
+        contains_prior = at.total is None and seq.factor is None
+        states = cast(state_of(h, s, scale[:, None], contains_prior=contains_prior), dtype)
     return State(*(a[:, :-1] for a in states)), State(*(a[:, -1] for a in states))
 
 
-def _cast(tree: Any, dtype: Any) -> Any:
+def state_of(h: Array, s: Array, scale: Array, *, contains_prior: bool) -> State:
+    """The state with the information H and S, both in units of `scale` = √λ, where diag(1/λ) is the identity.
+
+    Args:
+        contains_prior: whether H is sure to be at least the identity.
+    """
+    # `inverse_cholesky` wants a matrix ≥ I. A fresh H is; one that decayed, or came in, is scaled to be so nearly.
+    low = jnp.min(jnp.diagonal(h, axis1=-2, axis2=-1), -1)[..., None, None]
+    floor = jnp.ones_like(low) if contains_prior else low * jnp.finfo(h.dtype).eps
+    root = transpose(inverse_cholesky(h / floor)) / jnp.sqrt(floor)
+    weights_t = matmul(matmul(root, transpose(root)), transpose(s)) * scale[..., None]
+    return State(scale[..., None] * root, weights_t)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
     """All that is floating to one dtype."""
     return jax.tree.map(
         lambda a: jax.lax.convert_element_type(a, dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree

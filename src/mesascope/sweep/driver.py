@@ -75,7 +75,11 @@ def sweep(
     console = console or Console(quiet=True)
     deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     waiting = deque((piece, 1, 0.0) for piece in pieces if not piece.is_done)
-    console.print(f"{len(pieces)} pieces, {len(pieces) - len(waiting)} of them done before", highlight=False)
+    console.print(
+        f"{len(pieces)} pieces, {len(pieces) - len(waiting)} of them done before",
+        highlight=False,
+        soft_wrap=True,
+    )
     placed: list[_Placed] = []
     stopping = False
     with interrupts() as interrupted:
@@ -127,7 +131,11 @@ def _start(
     _write(folder, "started", attempt)
     left = None if deadline is None else max(0.0, (deadline - time.monotonic()) / 60)
     job = Job(piece=piece, folder=str(folder), attempt=attempt, max_minutes=left)
-    console.print(f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""), highlight=False)
+    console.print(
+        f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
     return _Placed(piece, attempt, executor.start(job.to_text()))
 
 
@@ -136,19 +144,27 @@ def _settle(at: _Placed, ended: int, retries: int, console: Console) -> tuple[Pi
     piece, folder = at.piece, folder_of(at.piece)
     if ended == DONE and piece.is_done:
         _write(folder, "done", at.attempt)
-        console.print(f"{piece.name}: done", highlight=False)
+        console.print(f"{piece.name}: done", highlight=False, soft_wrap=True)
         return None
     if ended in (OUT_OF_TIME, STOPPED):
         _write(folder, "stopped", at.attempt)
-        console.print(f"{piece.name}: stopped, and saved ({piece.stands_at})", highlight=False)
+        console.print(
+            f"{piece.name}: stopped, and saved ({piece.stands_at})", highlight=False, soft_wrap=True
+        )
         return None
     if ended == BUSY:
-        console.print(f"{piece.name}: another process is at it; looking again later", highlight=False)
+        console.print(
+            f"{piece.name}: another process is at it; looking again later", highlight=False, soft_wrap=True
+        )
         return piece, at.attempt, time.monotonic() + SECONDS_WHILE_BUSY
     if ended == HOPELESS or at.attempt > retries:
         _write(folder, "failed", at.attempt)
-        console.print(f"{piece.name}: failed; the rest goes on. {folder / 'log'} ends with", highlight=False)
-        console.print(escape(_end_of(folder / "log")), style="red", highlight=False)
+        console.print(
+            f"{piece.name}: failed; the rest goes on. {folder / 'log'} ends with",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(escape(_end_of(folder / "log")), style="red", highlight=False, soft_wrap=True)
         return None
     console.print(
         f"{piece.name}: ended before its end; started again from its last checkpoint", highlight=False
@@ -188,7 +204,7 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
             console.print(f"log: {log}", highlight=False, soft_wrap=True, markup=False)
     states = [outcome.state for outcome in outcomes]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("done", "running", "waiting", "failed"))
-    console.print(counts, highlight=False)
+    console.print(counts, highlight=False, soft_wrap=True)
 
 
 def _write(folder: Path, state: str, attempts: int) -> None:
