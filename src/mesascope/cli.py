@@ -176,7 +176,8 @@ class Reproduce:
         from mesascope.sweep import figure_pieces
 
         out, runs = self.out.absolute(), self.runs.absolute()
-        pieces = figure_pieces(self.figures, scale=self.preset, out=out, run_directory=runs)
+        data = None if self.data is None else self.data.absolute()
+        pieces = figure_pieces(self.figures, scale=self.preset, out=out, run_directory=runs, data=data)
         if self.fresh:
             for piece in pieces:
                 piece.forget()

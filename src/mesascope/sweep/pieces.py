@@ -72,6 +72,7 @@ class FigurePiece:
     Attributes:
         scale: a name in `SCALES`.
         out: directory of what is made; each scale has its own folder in it.
+        data: folder of a prepared corpus, for language models.
     """
 
     figure: str
@@ -79,6 +80,7 @@ class FigurePiece:
     scale: str
     out: str
     runs: str
+    data: str | None = None
 
     @property
     def name(self) -> str:
@@ -108,7 +110,8 @@ class FigurePiece:
 
     def _lab(self, max_minutes: float | None = None, console: Console | None = None) -> Lab:
         deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        return Lab(SCALES[self.scale], runs=Path(self.runs), deadline=deadline, console=console)
+        data = None if self.data is None else Path(self.data)
+        return Lab(SCALES[self.scale], runs=Path(self.runs), data=data, deadline=deadline, console=console)
 
 
 Piece = TrainingRun | FigurePiece
@@ -138,10 +141,13 @@ def folder_of(piece: Piece) -> Path:
     return Path(piece.runs) / ".sweeps" / piece.name
 
 
-def figure_pieces(names: Sequence[str], *, scale: str, out: Path, run_directory: Path) -> list[FigurePiece]:
+def figure_pieces(
+    names: Sequence[str], *, scale: str, out: Path, run_directory: Path, data: Path | None = None
+) -> list[FigurePiece]:
     """Every piece of these figures (of all, if none are named)."""
+    text = None if data is None else str(data)
     return [
-        FigurePiece(figure=name, piece=piece, scale=scale, out=str(out), runs=str(run_directory))
+        FigurePiece(figure=name, piece=piece, scale=scale, out=str(out), runs=str(run_directory), data=text)
         for name in names or experiments.names()
         for piece in experiments.experiment(name).pieces
     ]
