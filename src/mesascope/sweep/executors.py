@@ -131,7 +131,7 @@ class Ray:
 
     def __init__(self, address: str | None):
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise RunError("executor: ray needs `pip install mesascope[ray]`.") from error
         self.ray: Any = ray
