@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -77,7 +78,7 @@ def _gpus() -> list[str]:
 
 @final
 class Local:
-    """Processes of this machine; where it has GPUs, each process has one to itself, as far as they go."""
+    """Processes of this machine. Where it has GPUs, each process has one to itself, as far as they go."""
 
     def __init__(self, slots: int):
         self.slots: int | None = slots
@@ -90,7 +91,10 @@ class Local:
             busy = [process.gpu for process in self.started if process.ended() is None]
             gpu = min(self.gpus, key=busy.count)
         self.started = [process for process in self.started if process.ended() is None]
-        self.started.append(_Process(job, gpu))
+        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        if gpu is not None and self.slots is not None and self.slots > len(self.gpus):
+            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several share a GPU: none takes it all
+        self.started.append(_Process(job, gpu, os.environ | environment))
         return self.started[-1]
 
     def close(self) -> None:
@@ -99,9 +103,8 @@ class Local:
 
 @final
 class _Process:
-    def __init__(self, job: str, gpu: str | None):
+    def __init__(self, job: str, gpu: str | None, environment: Mapping[str, str]):
         self.gpu = gpu
-        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mesascope.sweep.worker"],
             stdin=subprocess.PIPE,
