@@ -10,7 +10,9 @@ from rich.console import Console
 from mesascope import experiments
 from mesascope.experiments.lab import SCALES
 from mesascope.experiments.reproduce import redraw, reproduce
+from mesascope.tasks.text import prepare
 from tests.experiments.required import REQUIRED
+from tests.tasks.test_text import story
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(1800)]
 
@@ -21,10 +23,21 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """For language models: enough of it for windows of their length."""
+    folder = tmp_path_factory.mktemp("text")
+    for split, count in (("train", 400), ("validation", 200)):
+        (folder / f"{split}.txt").write_text("\n".join(story(i) for i in range(count)))
+    return prepare([folder], bpe=300, out=folder / "corpora").path
+
+
 @pytest.mark.parametrize("name", experiments.names())
-def test_from_beginning_to_end(name, shared, tmp_path):
+def test_from_beginning_to_end(name, shared, text, tmp_path):
     console = Console(record=True, width=200, file=io.StringIO())
-    (outcome,) = reproduce([name], scale=SCALES["smoke"], out=tmp_path, run_directory=shared, console=console)
+    (outcome,) = reproduce(
+        [name], scale=SCALES["smoke"], out=tmp_path, run_directory=shared, data=text, console=console
+    )
     assert outcome.panels
     drawn = {path.suffix for path in (tmp_path / "smoke" / "figures").glob(f"{name}.*")}
     assert drawn in ({".png", ".pdf"}, {".svg"}, {".png", ".pdf", ".svg"})
