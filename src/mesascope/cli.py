@@ -436,8 +436,10 @@ class TrainLanguageModel:
     """Forget what there is of this run and begin again."""
     max_minutes: float | None = None
     """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
-    save_seconds: float = 120.0
+    save_seconds: float = 300.0
     """Time between checkpoints; the result does not depend on it."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change the kind of something: `--set model.blocks.1.mixer=Delta`, or `PATH={"kind": "Mesa", "method": "cg"}`."""
 
     def run(self, config: "LanguageConfig | None" = None) -> None:
         from rich.console import Console
@@ -445,9 +447,12 @@ class TrainLanguageModel:
         from mesascope.language import language_preset
         from mesascope.runs import fit, keep_compiled
         from mesascope.show import show_run
+        from mesascope.store import with_field
         from mesascope.tasks.text import Corpus
 
         config = language_preset(self.preset, Corpus(self.data).task, self.size) if config is None else config
+        for assignment in self.set:
+            config = with_field(config, assignment)
         if self.resets:
             config = replace(config, model=replace(config.model, resets_at=config.task.eos))  # pyright: ignore
         if self.seeds is not None:

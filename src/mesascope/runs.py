@@ -191,8 +191,8 @@ class Run:
     def _save(self, state: TrainState) -> None:
         current = self.path / "checkpoint.safetensors"
         if current.exists():
-            # A copy, so that there is a good checkpoint at every moment.
-            store.write(self.path / "checkpoint.previous.safetensors", current.read_bytes())
+            # Beside it, so that there is a good checkpoint at every moment.
+            store.keep_as(current, self.path / "checkpoint.previous.safetensors")
         store.write_arrays(current, state, step=str(int(state.step)), config=store.digest(self.config))
 
     def _restore(self, shapes: TrainState, progress: Progress) -> TrainState | None:

@@ -47,6 +47,16 @@ def write(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def keep_as(path: Path, name: Path) -> None:
+    """The file under another name too; what is written to its own name next leaves that one as it is."""
+    temporary = name.with_name(f".{name.name}.{os.getpid()}.tmp")
+    try:
+        os.link(path, temporary)
+        os.replace(temporary, name)
+    except OSError:  # a file system without links
+        write(name, path.read_bytes())
+
+
 @contextmanager
 def locked(
     folder: Path,

@@ -16,6 +16,7 @@ Axis names used in annotations, fixed once:
 | `stack` | several observations as one vector                   |
 | `code`  | width of an encoding of such a vector                |
 | `layer` | depth                                                |
+| `vocabulary` | tokens there are                                |
 | `document`, `shard` | documents of a corpus, files of tokens   |
 """
 

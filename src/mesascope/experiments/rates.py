@@ -15,6 +15,8 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 PART = 0.1
 """Each rate is tried for a tenth of the steps, its schedule shortened to that, with one seed that is not used again."""
 SEED = 1000
+SAVE_SECONDS = 300.0
+"""Between checkpoints, which for a language model may be gigabytes."""
 
 
 def search_rates(
@@ -42,7 +44,14 @@ def search_rates(
         train = replace(trial.train, seeds=1, first_seed=SEED)
         trial = replace(trial, name=f"{config.name}-rate", train=train)
         try:
-            run = fit(trial, data=data, runs=runs, max_minutes=max_minutes, console=console)
+            run = fit(
+                trial,
+                data=data,
+                runs=runs,
+                max_minutes=max_minutes,
+                save_seconds=SAVE_SECONDS,
+                console=console,
+            )
         except RunError as error:
             if "diverged" not in str(error):
                 raise
