@@ -35,6 +35,7 @@ LAYERS = [
     "sweep",
     "show",
     "report",
+    "cli_language",
     "cli",
 ]
 

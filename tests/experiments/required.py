@@ -19,4 +19,8 @@ REQUIRED = {
     "si-distilled": {"si-distil-1"},
     "si-noise": {"si-noise-1"},
     "si-icl-mesa": {f"si-icl-mesa-{i}" for i in (1, 2, 3, 4, 5)},
+    "lm-keyshift": {"lm-1", "lm-2", "lm-3", "lm-6"},
+    "lm-two-layers": {"lm-1-two-layers", "lm-2-two-layers", "lm-4"},
+    "lm-four-layers": {"lm-1-four-layers", "lm-2-four-layers", "lm-5"},
+    "lm-attention": {"lm-7"},
 }  # fmt: skip

@@ -49,8 +49,8 @@ def test_good_numbers_hold():
 @pytest.mark.parametrize(
     ("name", "by", "ids"),
     [
-        ("mesa-nu1_final_loss", 0.3, ("lm-1-keyshift",)),
-        ("mesa-nu2_final_in_context", 0.3, ("lm-2-keyshift",)),
+        ("mesa-nu1_final_loss", 0.3, ("lm-1",)),
+        ("mesa-nu2_final_in_context", 0.3, ("lm-2",)),
         ("linear-nu3_final_loss", 0.2, ("lm-3",)),
         ("softmax_final_in_context", -0.2, ("lm-6",)),
     ],

@@ -4,7 +4,7 @@ The authors kept nothing of these, so that there is nothing of theirs to compare
 same text; each is trained at the best of the same four learning rates (`rates.search_rates`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -217,7 +217,9 @@ def _less(what: str, ours: np.ndarray, theirs: np.ndarray) -> tuple[Check, Check
     return difference, Check(what="upper end of its 95% interval over seeds", values=upper, at_most=0.0)
 
 
-def _beats_linear(result: Result, claim: Callable[..., Claim], where: str, pairs: list[tuple[str, str, str]]):
+def _beats_linear(
+    result: Result, claim: Callable[..., Claim], suffix: str, where: str, pairs: list[tuple[str, str, str]]
+) -> Iterator[Claim]:
     """lm-1 and lm-2 for one configuration; `pairs` are names of mesa and linear models, and what to add."""
     for number, array, panel, text in (
         (1, "final_loss", "A", "perplexity"),
@@ -234,8 +236,8 @@ def _beats_linear(result: Result, claim: Callable[..., Claim], where: str, pairs
             )
         )
         yield claim(
-            id=f"lm-{number}-{where}", panel=panel, checks=checks,
-            claim=f"mesa-layers have a lower {text} than linear attention",
+            id=f"lm-{number}{suffix}", panel=panel, checks=checks,
+            claim=f"{where}: mesa-layers have a lower {text} than linear attention",
         )  # fmt: skip
 
 
@@ -246,7 +248,7 @@ def key_shift_claims(result: Result) -> list[Claim]:
     score = {name: result[f"{name}_final_in_context"] for name in KEY_SHIFT}
     pairs = [(f"mesa-nu{nu}", f"linear-nu{nu}", f", ν = {nu}") for nu in NUS]
     return [
-        *_beats_linear(result, claim, "keyshift", pairs),
+        *_beats_linear(result, claim, "", "shifted keys", pairs),
         claim(
             id="lm-3", panel="A", claim="features of higher order (DPFP) help linear attention and mesa-layers",
             checks=tuple(
@@ -269,7 +271,8 @@ def layers_claims(result: Result, figure: str, depth: str) -> list[Claim]:
     """lm-1, lm-2; lm-4 for two layers, lm-5 for four."""
     claim = partial(Claim, figure=figure, source=SOURCE)
     softmax, linear, mesa = (result[f"{mixer}_final_loss"] for mixer in COMPARED)
-    found = list(_beats_linear(result, claim, f"{depth}-layers", [("mesa", "linear", "")]))
+    suffix, where = f"-{depth}-layers", f"{depth} layers"
+    found = list(_beats_linear(result, claim, suffix, where, [("mesa", "linear", "")]))
     if depth == "two":
         found.append(
             claim(
