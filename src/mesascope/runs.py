@@ -258,16 +258,13 @@ def fit(
         for torn in run.path.glob("**/.*.tmp"):  # of a process that was killed while it wrote
             torn.unlink()
         _check_source(run, progress)
+        _check_config(run, config, progress)
+        trainer = _trainer(config, None if data is None else str(data))
+        if run.finished:
+            _mend(run, trainer, progress)
         if run.finished:
             progress.note(f"{run.path} has already been trained.")
             return run
-        if not (run.path / "config.json").exists():
-            store.write_json(run.path / "config.json", store.to_dict(config))
-        elif run.config != config:
-            raise RunError(
-                f"{run.path / 'config.json'} is not the configuration asked for: start anew with --fresh."
-            )
-        trainer = _trainer(config, None if data is None else str(data))
         state = run._restore(trainer.shapes, progress)
         if state is None:
             # Remains of an earlier beginning that never came to a checkpoint.
@@ -371,12 +368,49 @@ def _train(
     timing = clock.account(train.steps - first)
     run._save(state)
     store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
-    result = trainer.result(state.models)
     store.write_json(run.path / "timing.json", timing)
-    store.write_json(run.path / "result.json", result)
+    _conclude(run, trainer, state.models)
     for path in run._checkpoints:
         path.unlink()
-    progress.finished(run.path, np.array(result["loss"]))
+    progress.finished(run.path, np.array(run.result["loss"]))
+
+
+def _conclude(run: Run, trainer: Trainer | LanguageTrainer, models: Any) -> None:
+    store.write_json(run.path / "result.json", trainer.result(models))
+
+
+def _mend(run: Run, trainer: Trainer | LanguageTrainer, progress: Progress) -> None:
+    """What is damaged of a finished run is made again: its losses from its weights, its weights by training."""
+    try:
+        store.read_metadata(run.path / "weights.safetensors")
+    except StoreError as error:
+        if run.provenance["source"] != source_hash():
+            raise RunError(
+                f"{error} It was made by other source than this: go back to that source, or train it anew with --fresh."
+            ) from error
+        progress.note(f"{error} It is trained again.")
+        run._clear()
+        store.write_json(run.path / "config.json", store.to_dict(run.config))
+        return
+    try:
+        run.result  # noqa: B018
+    except StoreError as error:
+        progress.note(f"{error} It is computed again from the weights.")
+        _conclude(run, trainer, run.models())
+
+
+def _check_config(run: Run, config: Config | LanguageConfig, progress: Progress) -> None:
+    """The directory is named after its configuration, so one that cannot be read can be written again."""
+    path = run.path / "config.json"
+    try:
+        if path.exists() and run.config == config:
+            return
+    except StoreError as error:
+        progress.note(f"{error} It is written again.")
+    else:
+        if path.exists():
+            raise RunError(f"{path} is not the configuration asked for: start anew with --fresh.")
+    store.write_json(path, store.to_dict(config))
 
 
 def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) -> RunError:
@@ -430,7 +464,10 @@ class _Log:
 
     def __init__(self, path: Path, until: int, train: TrainConfig):
         self.path = path
-        lines = [line for line in _read_lines(path, train.seeds) if line["step"] <= until]
+        try:
+            lines = [line for line in _read_lines(path, train.seeds) if line["step"] <= until]
+        except StoreError as error:
+            raise RunError(f"{error} Start anew with --fresh.") from error
         due = {*range(0, until + 1, train.eval_every), *([until] if until == train.steps else [])}
         if until and [line["step"] for line in lines] != sorted(due):
             raise RunError(
@@ -563,7 +600,15 @@ def _check_source(run: Run, progress: Progress) -> None:
     """Half of a run by one program and half by another would be neither's."""
     if not (run.path / "provenance.json").exists():
         return
-    before, now = run.provenance.get("source"), source_hash()
+    try:
+        before, now = run.provenance["source"], source_hash()
+    except StoreError as error:
+        if run.finished or not run._checkpoints:
+            progress.note(f"{error} What made this run is not known.")
+            return
+        raise RunError(
+            f"{error} So it is not known what it was begun with: begin again with --fresh."
+        ) from error
     if before == now:
         return
     what = f"{run.path} was made by other source than this ({before}, now {now})"

@@ -75,11 +75,7 @@ def sweep(
     console = console or Console(quiet=True)
     deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     waiting = deque((piece, 1, 0.0) for piece in pieces if not piece.is_done)
-    console.print(
-        f"{len(pieces)} pieces, {len(pieces) - len(waiting)} of them done before",
-        highlight=False,
-        soft_wrap=True,
-    )
+    _tell(console, f"{len(pieces)} pieces, {len(pieces) - len(waiting)} of them done before")
     placed: list[_Placed] = []
     stopping = False
     with interrupts() as interrupted:
@@ -131,11 +127,7 @@ def _start(
     _write(folder, "started", attempt)
     left = None if deadline is None else max(0.0, (deadline - time.monotonic()) / 60)
     job = Job(piece=piece, folder=str(folder), attempt=attempt, max_minutes=left)
-    console.print(
-        f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
+    _tell(console, f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""))
     return _Placed(piece, attempt, executor.start(job.to_text()))
 
 
@@ -144,31 +136,21 @@ def _settle(at: _Placed, ended: int, retries: int, console: Console) -> tuple[Pi
     piece, folder = at.piece, folder_of(at.piece)
     if ended == DONE and piece.is_done:
         _write(folder, "done", at.attempt)
-        console.print(f"{piece.name}: done", highlight=False, soft_wrap=True)
+        _tell(console, f"{piece.name}: done")
         return None
     if ended in (OUT_OF_TIME, STOPPED):
         _write(folder, "stopped", at.attempt)
-        console.print(
-            f"{piece.name}: stopped, and saved ({piece.stands_at})", highlight=False, soft_wrap=True
-        )
+        _tell(console, f"{piece.name}: stopped, and saved ({piece.stands_at})")
         return None
     if ended == BUSY:
-        console.print(
-            f"{piece.name}: another process is at it; looking again later", highlight=False, soft_wrap=True
-        )
+        _tell(console, f"{piece.name}: another process is at it; looking again later")
         return piece, at.attempt, time.monotonic() + SECONDS_WHILE_BUSY
     if ended == HOPELESS or at.attempt > retries:
         _write(folder, "failed", at.attempt)
-        console.print(
-            f"{piece.name}: failed; the rest goes on. {folder / 'log'} ends with",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(escape(_end_of(folder / "log")), style="red", highlight=False, soft_wrap=True)
+        _tell(console, f"{piece.name}: failed; the rest goes on. {folder / 'log'} ends with")
+        _tell(console, _end_of(folder / "log"), style="red")
         return None
-    console.print(
-        f"{piece.name}: ended before its end; started again from its last checkpoint", highlight=False
-    )
+    _tell(console, f"{piece.name}: ended before its end; started again from its last checkpoint")
     return piece, at.attempt + 1, 0.0
 
 
@@ -201,10 +183,14 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
     for outcome in outcomes:
         if outcome.state == "failed":
             log = folder_of(outcome.piece) / "log"
-            console.print(f"log: {log}", highlight=False, soft_wrap=True, markup=False)
+            _tell(console, f"log: {log}")
     states = [outcome.state for outcome in outcomes]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("done", "running", "waiting", "failed"))
-    console.print(counts, highlight=False, soft_wrap=True)
+    _tell(console, counts)
+
+
+def _tell(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(folder: Path, state: str, attempts: int) -> None:

@@ -106,7 +106,7 @@ class _Process:
     def __init__(self, job: str, gpu: str | None, environment: Mapping[str, str]):
         self.gpu = gpu
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mesascope.sweep.worker"],
+            [sys.executable, "-c", "from mesascope.sweep.worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

@@ -1,4 +1,4 @@
-"""Does one piece of work, in the process that an executor gave it: `python -m mesascope.sweep.worker < job.json`."""
+"""Does one piece of work, in the process that an executor gave it."""
 
 import os
 import signal
@@ -83,9 +83,6 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
+    """The job comes on the standard input."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     sys.exit(work(sys.stdin.read()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,227 @@
+"""What may happen to a run and to the disk under it. docs/reliability.md has the list, with tests elsewhere."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesascope import runs, store
+from mesascope.cli import main
+from mesascope.runs import Run, RunError, fit
+from mesascope.sweep import read_spec, status
+from mesascope.tasks.text import Corpus
+from tests.test_runs import ENVIRONMENT, contents, finish, plain, start, stopped
+from tests.test_sweep import SPEC, command, spec, undisturbed
+from tests.test_training import tiny
+
+pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run."""
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):
+        return fit(tiny(steps=40, keep_every=20), runs=tmp_path_factory.mktemp("whole"))
+
+
+CONFIG = tiny(steps=40, keep_every=20)
+
+
+@pytest.mark.faults
+def test_a_kill_at_every_write(whole, tmp_path, monkeypatch):
+    """The directory before every file that is put in place is what a kill there would leave: go on from each."""
+    left: list[Path] = []
+    replace = os.replace
+
+    def photographed(source, target, **options):
+        if Path(source).name.endswith(".tmp"):
+            left.append(tmp_path / f"{len(left):03}")
+            shutil.copytree(run.path, left[-1] / run.path.name)
+        replace(source, target, **options)
+
+    run = Run(runs.path_of(CONFIG, tmp_path / "run"))
+    run.path.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", photographed)
+        fit(CONFIG, runs=tmp_path / "run", save_seconds=0.0)
+    assert contents(run) == contents(whole)
+    written = {path.name.split(".")[1] for folder in left for path in folder.glob("*/.*.tmp")}
+    assert written >= {"config", "provenance", "checkpoint", "metrics", "weights", "timing", "result"}
+    for folder in left:
+        torn = Run(folder / run.path.name)
+        finished = torn.finished
+        assert fit(CONFIG, runs=folder) == torn
+        assert contents(torn) == contents(whole), folder
+        assert not finished or contents(torn) == contents(whole)
+        assert not list(torn.path.glob("**/.*.tmp"))
+
+
+@pytest.mark.parametrize("keep", [1, 30, -1])
+def test_a_line_cut_in_the_middle(whole, tmp_path, keep):
+    """What was logged after the checkpoint is logged again, a torn line among it."""
+    run = stopped(CONFIG, tmp_path)
+    path = run.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 35, "eval_loss": [0.5, 0.25], "train_l'[:keep])
+    assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
+
+
+DAMAGE = (b"", b"\xff" * 100, b'{"kind": "Config", "nam', b"null", b"{}")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_configuration(whole, tmp_path, damage):
+    run = stopped(CONFIG, tmp_path)
+    (run.path / "config.json").write_bytes(damage)
+    console = plain()
+    assert contents(fit(CONFIG, runs=tmp_path, console=console)) == contents(whole)
+    assert "config.json" in console.export_text()
+    assert (run.path / "config.json").read_bytes() == (whole.path / "config.json").read_bytes()
+
+
+def finished_copy(whole, where) -> Run:
+    shutil.copytree(whole.path, where / whole.path.name)
+    return Run(where / whole.path.name)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_result(whole, tmp_path, damage):
+    """The weights are there, so it is computed again from them."""
+    run = finished_copy(whole, tmp_path)
+    (run.path / "result.json").write_bytes(damage)
+    console = plain()
+    fit(CONFIG, runs=tmp_path, console=console)
+    assert "computed again from the weights" in console.export_text().replace("\n", " ")
+    assert contents(run) == contents(whole)
+
+
+def test_damaged_weights(whole, tmp_path, monkeypatch):
+    run = finished_copy(whole, tmp_path)
+    path = run.path / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "source_hash", lambda: "another")
+        with pytest.raises(RunError, match=r"damaged.*made by other source than this: go back"):
+            fit(CONFIG, runs=tmp_path)
+    console = plain()
+    fit(CONFIG, runs=tmp_path, console=console)
+    assert "does not fit its checksum" in console.export_text().replace("do not", "does not").replace(
+        "\n", " "
+    )
+    assert contents(run) == contents(whole)
+
+
+def test_damage_that_cannot_be_mended_is_named(whole, tmp_path):
+    run = stopped(CONFIG, tmp_path)
+    good = {name: (run.path / name).read_bytes() for name in ("provenance.json", "metrics.jsonl")}
+    (run.path / "provenance.json").write_bytes(b"{}")
+    with pytest.raises(RunError, match=r"'mesascope' is missing.*begin again with --fresh"):
+        fit(CONFIG, runs=tmp_path)
+    (run.path / "provenance.json").write_bytes(good["provenance.json"])
+    lines = good["metrics.jsonl"].splitlines(keepends=True)
+    for damaged in (b"\xff\n" + b"".join(lines[1:]), b"".join(lines[1:])):
+        (run.path / "metrics.jsonl").write_bytes(damaged)
+        with pytest.raises(RunError, match=r"metrics\.jsonl.*--fresh"):
+            fit(CONFIG, runs=tmp_path)
+    (run.path / "metrics.jsonl").write_bytes(good["metrics.jsonl"])
+    assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
+
+
+@pytest.mark.parametrize("when", [0, 2**31, 2**33])
+def test_a_clock_that_jumps(whole, tmp_path, when):
+    """Files from 1970, 2038 and 2242. Nothing is decided by the date of a file, nor by the time of day."""
+    run = stopped(CONFIG, tmp_path)
+    for path in [run.path, *run.path.rglob("*")]:
+        os.utime(path, (when, when))
+    (run.path / "config.json").touch()
+    assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_two_processes_start_one_run(tmp_path):
+    options = ("--train.steps", "20000")
+    both = [start(*options, where=tmp_path / "both") for _ in range(2)]
+    told = [process.communicate(timeout=500) for process in both]
+    codes = sorted(process.returncode for process in both)
+    # One may be done before the other looks.
+    assert codes in ([0, 1], [0, 0]), told
+    if codes == [0, 1]:
+        assert any("is being trained by another process" in err for _, err in told)
+    assert sum("step 20000/20000" in out for out, _ in told) == 1
+    assert finish(*options, where=tmp_path / "alone").returncode == 0
+    assert contents(runs.find("linear-1", runs=tmp_path / "both")) == contents(
+        runs.find("linear-1", runs=tmp_path / "alone")
+    )
+
+
+def limited(bytes_per_file):
+    """For a process: no file may grow beyond this. (What a full disk looks like, and no mount is needed.)"""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, bytes_per_file))
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_sweep_on_a_full_disk(tmp_path):
+    """Every piece is tried again, then reported; with room again, the same command does them all."""
+    path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "1500"))
+    options = (path, "--runs", tmp_path / "runs", "--executor", "local:2", "--save-seconds", "0")
+    stuck = subprocess.run(
+        command(*options, "--retries", "1"),
+        capture_output=True, text=True, env=ENVIRONMENT, preexec_fn=limited(2048), check=False,
+    )  # fmt: skip
+    assert stuck.returncode == 1, stuck.stdout + stuck.stderr
+    assert "could not write" in stuck.stdout
+    assert "0 done, 0 running, 0 waiting, 2 failed" in stuck.stdout
+    pieces = read_spec(path, runs=tmp_path / "runs")
+    assert [(outcome.state, outcome.attempts) for outcome in status(pieces)] == [("failed", 2)] * 2
+    freed = subprocess.run(command(*options), capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert freed.returncode == 0, freed.stdout + freed.stderr
+    found = [contents(Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]
+    assert found == undisturbed(pieces, tmp_path / "alone")
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_preparing_a_corpus_on_a_full_disk(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"text": f"some words and {i}"}) + "\n" for i in range(2000)))
+
+    def prepare(where, **options):
+        words = ["lm", "prepare", data, "--bpe", "300", "--out", where, "--shard-tokens", "4000"]
+        return subprocess.run(
+            [sys.executable, "-m", "mesascope.cli", *map(str, words)],
+            capture_output=True, text=True, env=ENVIRONMENT, check=False, **options,
+        )  # fmt: skip
+
+    stuck = prepare(tmp_path / "a", preexec_fn=limited(8192))
+    assert stuck.returncode == 1
+    assert "could not write" in stuck.stderr
+    assert "Traceback" not in stuck.stderr
+    (folder,) = (tmp_path / "a").iterdir()
+    assert not (folder / "index.json").exists()
+    for where in ("a", "b"):
+        done = prepare(tmp_path / where)
+        assert done.returncode == 0, done.stderr
+    (other,) = (tmp_path / "b").iterdir()
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
+        p.name: p.read_bytes() for p in other.iterdir()
+    }
+
+    # A damaged index is made again, and nothing else is.
+    index = (folder / "index.json").read_bytes()
+    (folder / "index.json").write_bytes(index[:-30])
+    with pytest.raises(store.StoreError, match="damaged"):
+        Corpus(folder).splits  # noqa: B018
+    with pytest.raises(SystemExit):
+        main(["lm", "show", str(folder)])
+    assert prepare(tmp_path / "a").returncode == 0
+    assert (folder / "index.json").read_bytes() == index
