@@ -15,7 +15,7 @@ from mesascope.cli import main
 from mesascope.runs import Run, RunError, fit
 from mesascope.sweep import read_spec, status
 from mesascope.tasks.text import Corpus
-from tests.test_runs import ENVIRONMENT, contents, finish, plain, start, stopped
+from tests.test_runs import ENVIRONMENT, contents, finish, plain, start
 from tests.test_sweep import SPEC, command, spec, undisturbed
 from tests.test_training import tiny
 
@@ -32,6 +32,29 @@ def whole(tmp_path_factory):
 
 
 CONFIG = tiny(steps=40, keep_every=20)
+
+
+class Stop:
+    """A sink that ends everything at step 20."""
+
+    def __init__(self, run, step):
+        pass
+
+    def log(self, step, metrics):
+        if step == 20:
+            raise KeyboardInterrupt
+
+    def close(self):
+        pass
+
+
+def halfway(where) -> Run:
+    """A run that was ended at step 20, a while after its last checkpoint."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(CONFIG, runs=where, save_seconds=0.0, sinks=[Stop])
+    run = Run(runs.path_of(CONFIG, where))
+    assert 0 < run.step < 20
+    return run
 
 
 @pytest.mark.faults
@@ -66,7 +89,7 @@ def test_a_kill_at_every_write(whole, tmp_path, monkeypatch):
 @pytest.mark.parametrize("keep", [1, 30, -1])
 def test_a_line_cut_in_the_middle(whole, tmp_path, keep):
     """What was logged after the checkpoint is logged again, a torn line among it."""
-    run = stopped(CONFIG, tmp_path)
+    run = halfway(tmp_path)
     path = run.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 35, "eval_loss": [0.5, 0.25], "train_l'[:keep])
     assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
@@ -77,7 +100,7 @@ DAMAGE = (b"", b"\xff" * 100, b'{"kind": "Config", "nam', b"null", b"{}")
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_configuration(whole, tmp_path, damage):
-    run = stopped(CONFIG, tmp_path)
+    run = halfway(tmp_path)
     (run.path / "config.json").write_bytes(damage)
     console = plain()
     assert contents(fit(CONFIG, runs=tmp_path, console=console)) == contents(whole)
@@ -120,7 +143,7 @@ def test_damaged_weights(whole, tmp_path, monkeypatch):
 
 
 def test_damage_that_cannot_be_mended_is_named(whole, tmp_path):
-    run = stopped(CONFIG, tmp_path)
+    run = halfway(tmp_path)
     good = {name: (run.path / name).read_bytes() for name in ("provenance.json", "metrics.jsonl")}
     (run.path / "provenance.json").write_bytes(b"{}")
     with pytest.raises(RunError, match=r"'mesascope' is missing.*begin again with --fresh"):
@@ -138,7 +161,7 @@ def test_damage_that_cannot_be_mended_is_named(whole, tmp_path):
 @pytest.mark.parametrize("when", [0, 2**31, 2**33])
 def test_a_clock_that_jumps(whole, tmp_path, when):
     """Files from 1970, 2038 and 2242. Nothing is decided by the date of a file, nor by the time of day."""
-    run = stopped(CONFIG, tmp_path)
+    run = halfway(tmp_path)
     for path in [run.path, *run.path.rglob("*")]:
         os.utime(path, (when, when))
     (run.path / "config.json").touch()

@@ -85,8 +85,13 @@ class Run:
     @cached_property
     def config(self) -> Any:
         """What was asked for: a `Config`, or a `LanguageConfig`."""
-        data = store.read_json(self.path / "config.json")
-        return store.from_dict(data, LanguageConfig if data.get("kind") == "LanguageConfig" else Config)
+        path = self.path / "config.json"
+        data = store.read_json(path)
+        language = isinstance(data, dict) and data.get("kind") == "LanguageConfig"
+        try:
+            return store.from_dict(data, LanguageConfig if language else Config)
+        except StoreError as error:
+            raise StoreError(f"{path}: {error}") from error
 
     @property
     def finished(self) -> bool:
