@@ -20,9 +20,8 @@ from mesascope.models import (
     Positions,
     Softmax,
     Transformer,
-    dpfp,
-    positions,
 )  # fmt: skip
+from mesascope.parts import dpfp, positions
 from tests.helpers import assert_close
 
 MIXERS = {"softmax": Softmax(), "linear": Linear(), "mesa": Mesa(), "delta": Delta()}

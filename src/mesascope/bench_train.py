@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mesascope.bench import Report, machine
-from mesascope.models import Softmax, Transformer, positions
+from mesascope.models import Softmax, Transformer
+from mesascope.parts import positions
 from mesascope.presets import preset
 from mesascope.runs import fit
 from mesascope.training import Config, Constant, Trainer, descend, half_squared_errors, with_train

@@ -88,11 +88,42 @@ class BenchTrain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchLanguage:
+    """Training steps of language models, as ratios to the first preset's; tokens per second and FLOP utilization."""
+
+    presets: tuple[str, ...] = ("lm-2-linear", "lm-2-mesa", "lm-2-softmax")
+    """Which; the first is what the others are compared with."""
+    size: Literal["paper", "gpu", "cpu"] = "gpu"
+    """As of `mesascope lm train`."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change a field of all of them: `--set accumulate=1`."""
+    repeats: int = 15
+    """Timed rounds; each round times every model once."""
+    peak_tflops: float = 989.0
+    """What the device can do at most, for the utilization: that of an H100 or H200 in bfloat16."""
+    out: Path | None = None
+    """Also write the numbers to this JSON file."""
+
+    def run(self) -> None:
+        from mesascope.bench_language import bench_language
+
+        bench_language(
+            presets=self.presets,
+            size=self.size,
+            set=self.set,
+            repeats=self.repeats,
+            peak_tflops=self.peak_tflops,
+            out=self.out,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Benchmarks."""
 
     what: (
         Annotated[BenchTrain, tyro.conf.subcommand("train")]
+        | Annotated[BenchLanguage, tyro.conf.subcommand("language")]
         | Annotated[BenchOps, tyro.conf.subcommand("ops")]
         | Annotated[BenchAccuracy, tyro.conf.subcommand("accuracy")]
     )

@@ -20,12 +20,22 @@ from typing import Any, Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
-from mesascope.ops.gradients import with_closed_form
 from mesascope.ops.softmax import causal_softmax
+from mesascope.parts import (
+    ACTIVATIONS,
+    beside_codes,
+    dpfp,
+    join_heads,
+    layer_norm,
+    matmul,
+    normalized,
+    positions,
+    split_heads,
+    wide,
+)
 from mesascope.store import later
 
 
@@ -537,7 +547,7 @@ class Transformer(eqx.Module):
         if config.masked:
             x = jnp.where(jnp.arange(config.width) < config.masked, 0, x)
         beside = None if config.positions is None else config.positions.at
-        key_input = x if codes is None or beside != "key_inputs" else _beside(x, codes)
+        key_input = x if codes is None or beside != "key_inputs" else beside_codes(x, codes)
         # As few and as wide matrix products as there can be.
         if key_input is x:
             joined = self._project(x, jnp.concatenate([layer.queries, layer.keys, layer.values], 1))
@@ -550,17 +560,17 @@ class Transformer(eqx.Module):
                 a + bias.astype(x.dtype)
                 for a, bias in ((q, biases.queries), (k, biases.keys), (v, biases.values))
             )
-        q, k, v = (_heads(a, block.heads).astype(wide(x.dtype)) for a in (q, k, v))
+        q, k, v = (split_heads(a, block.heads).astype(wide(x.dtype)) for a in (q, k, v))
         if codes is not None and beside == "keys":
-            q, k = _beside(q, codes), _beside(k, codes)
+            q, k = beside_codes(q, codes), beside_codes(k, codes)
         if block.dpfp and (block.normalize is None or block.normalize.of == "features"):
             q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
         if block.normalize is not None:
-            q = _normalized(q, block.normalize)
+            q = normalized(q, block.normalize.by)
             if block.normalize.values:
-                v = _normalized(v, block.normalize)
+                v = normalized(v, block.normalize.by)
             else:
-                k = _normalized(k, block.normalize)
+                k = normalized(k, block.normalize.by)
             if block.dpfp and block.normalize.of == "projections":
                 q, k = dpfp(q, block.dpfp), dpfp(k, block.dpfp)
         last_key = None
@@ -604,41 +614,7 @@ class Transformer(eqx.Module):
         heads = tap(f"{path}.mixer.heads", heads)
         after = None if memory is None else LayerState(memory, last_key)
         bias = None if biases is None else biases.output
-        return self._project(_join_heads(heads).astype(x.dtype), layer.output, bias), after
-
-
-def wide(dtype: DTypeLike) -> jnp.dtype:
-    """What is computed in more than bfloat16 has this dtype."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def _product(x: Array, matrix: Array, precision: jax.lax.Precision, out: jnp.dtype) -> Array:
-    return jnp.matmul(x, matrix.astype(x.dtype), precision=precision, preferred_element_type=out)
-
-
-def _product_forward(
-    x: Array, matrix: Array, precision: jax.lax.Precision, out: jnp.dtype
-) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, matrix, precision, out), (x, matrix)
-
-
-def _product_backward(
-    precision: jax.lax.Precision, out: jnp.dtype, saved: tuple[Array, Array], bar: Array
-) -> tuple[Array, Array]:
-    x, matrix = saved
-    bar = bar.astype(x.dtype)
-    rows, columns = x.reshape(-1, x.shape[-1]), bar.reshape(-1, bar.shape[-1])
-    # Sums over all tokens of a batch are not rounded to bfloat16.
-    sums = jnp.einsum("ri,ro->io", rows, columns, precision=precision, preferred_element_type=wide(x.dtype))
-    return (
-        jnp.einsum("...o,io->...i", bar, matrix.astype(x.dtype), precision=precision),
-        sums.astype(matrix.dtype),
-    )
-
-
-# What JAX derives is the gradient's transpose, and XLA's CPU backend then copies the whole batch transposed.
-matmul = with_closed_form(_product, _product_forward, _product_backward, static=(2, 3))
-"""`matmul(x, matrix, precision, out)`: products in the dtype of x, summed up in the dtype `out`."""
+        return self._project(join_heads(heads).astype(x.dtype), layer.output, bias), after
 
 
 def _softmax(
@@ -714,59 +690,3 @@ def _regress(
 def _lam(layer: Layer, mixer: Mesa) -> Float[Array, "head 1"]:
     assert layer.lam is not None
     return (jnp.maximum(layer.lam, 1e-6) if mixer.raw else jax.nn.softplus(layer.lam))[:, None]
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    # By erf, not by erfc as in jax.nn: several times faster, and as accurate where it matters (absolutely).
-    "gelu": lambda x: 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5))),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
-
-
-def positions(
-    time: int, dim: int, *, start: Int[Array, ""] | None = None, dtype: DTypeLike = jnp.float32
-) -> Float[Array, "time dim"]:
-    """Sinusoidal codes of `time` positions from `start` (0) on: sine in even columns, cosine in odd ones."""
-    column = jnp.arange(dim)
-    rate = jnp.exp(-math.log(10000.0) / dim * (column - column % 2).astype(dtype))
-    position = jnp.arange(time, dtype=jnp.int32) + (0 if start is None else start)
-    angle = position.astype(dtype)[:, None] * rate
-    return jnp.where(column % 2 == 0, jnp.sin(angle), jnp.cos(angle))
-
-
-def dpfp(x: Float[Array, "*batch key"], nu: int) -> Float[Array, "*batch 2*nu*key"]:
-    r"""$\phi(x)$: products of $r = \mathrm{relu}([x, -x])$ with itself rolled by 1 to ν places."""
-    r = jax.nn.relu(jnp.concatenate([x, -x], -1))
-    return jnp.concatenate([r * jnp.roll(r, i, -1) for i in range(1, nu + 1)], -1)
-
-
-def _heads(x: Float[Array, "*batch time heads*key"], heads: int) -> Float[Array, "*batch head time key"]:
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], heads, -1), -2, -3)
-
-
-def _join_heads(x: Float[Array, "*batch head time key"]) -> Float[Array, "*batch time heads*key"]:
-    x = jnp.swapaxes(x, -2, -3)
-    return x.reshape(*x.shape[:-2], -1)
-
-
-def _beside(x: Array, codes: Array) -> Array:
-    return jnp.concatenate([x, jnp.broadcast_to(codes, (*x.shape[:-1], codes.shape[-1]))], -1)
-
-
-def layer_norm(x: Array, scale: Array | None) -> Array:
-    """Mean zero and variance one over the last axis, times the scale; x itself where there is none."""
-    return x if scale is None else (scale * _standardized(x.astype(wide(x.dtype)))).astype(x.dtype)
-
-
-def _standardized(x: Array) -> Array:
-    x = x - jnp.mean(x, -1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
-
-
-def _normalized(x: Array, normalize: Normalize) -> Array:
-    if normalize.by == "layer_norm":
-        return _standardized(x)
-    if normalize.by == "sum":
-        return x / (jnp.sum(x, -1, keepdims=True) + 1e-6)
-    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-12))

@@ -48,7 +48,7 @@ from mesascope.untrusted import LONGEST_JSON, check, parse_json, read_bytes
 PACKAGE = Path(__file__).parent
 # What a run's numbers depend on.
 SOURCES = (
-    "ops", "tasks", "typing.py", "models.py", "training.py", "language/model.py", "language/training.py",
+    "ops", "tasks", "typing.py", "parts.py", "models.py", "training.py", "language/model.py", "language/training.py",
 )  # fmt: skip
 
 

@@ -38,8 +38,9 @@ from mesascope.analysis.results import (
     rows_size,
     seeds_of,
 )
-from mesascope.models import Transformer, layer_norm, positions
+from mesascope.models import Transformer
 from mesascope.ops import linear_attention
+from mesascope.parts import layer_norm, positions
 from mesascope.tasks import Examples
 from mesascope.training import half_squared_errors
 

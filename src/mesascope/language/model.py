@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from mesascope.models import Block, DecodingState, Edit, ModelConfig, Transformer, matmul, positions
+from mesascope.models import Block, DecodingState, Edit, ModelConfig, Transformer
+from mesascope.parts import matmul, positions
 
 
 @dataclass(frozen=True, kw_only=True)

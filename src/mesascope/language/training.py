@@ -209,18 +209,19 @@ class LanguageTrainer:
         )
 
     @cached_property
-    def _step(self) -> Callable[[TrainState, Array, Passages], Advanced]:
+    def step(self) -> Callable[[TrainState, Array, Passages], Advanced]:
+        """One step: of (state, which is used up, which seeds have failed and where, a batch for each seed)."""
         optimizer = self.config.train.optimizer.build()
 
         @partial(jax.jit, donate_argnums=0)
-        def step(state: TrainState, failed: Array, batches: Passages) -> Advanced:
+        def one_step(state: TrainState, failed: Array, batches: Passages) -> Advanced:
             loss, slopes = self.gradient(state.models, jnp.asarray(self._seeds), state.step, batches)
             updates, inner = jax.vmap(optimizer.update)(slopes, state.optimizer, state.models)  # pyright: ignore
             models: Any = optax.apply_updates(state.models, updates)
             failed = jnp.where((failed < 0) & ~jnp.isfinite(loss), state.step, failed)
             return Advanced(TrainState(models, inner, state.step + 1, state.loss_sum + loss), loss, failed)
 
-        return step
+        return one_step
 
     @cached_property
     def _sound(self) -> Callable[[LanguageModel], Array]:
@@ -244,7 +245,7 @@ class LanguageTrainer:
         for step in range(at, at + steps):
             batches = [self.batch(step, int(seed)) for seed in self._seeds]
             stacked = jax.tree.map(lambda *a: jax.device_put(np.stack(a), by_sequence), *batches)
-            done = self._step(done.state, done.failed, stacked)
+            done = self.step(done.state, done.failed, stacked)
         # Weights that are not finite make the next loss so.
         broken = (done.failed < 0) & ~self._sound(done.state.models)
         return done._replace(failed=jnp.where(broken, done.state.step, done.failed))
