@@ -29,6 +29,7 @@ LAYERS = [
     "presets",
     "released",
     "runs",
+    "parallel",
     "sinks",
     "bench",
     "bench_train",

@@ -19,7 +19,7 @@ from mesascope.runs import RunError
 from mesascope.store import StoreError
 from mesascope.sweep import FigurePiece, TrainingRun, driver, executor, read_spec, report, status, sweep
 from mesascope.sweep.pieces import Job, folder_of
-from mesascope.sweep.worker import BUSY, DONE, HOPELESS, OUT_OF_TIME, work
+from mesascope.sweep.worker import BUSY, DONE, HOPELESS, OUT_OF_TIME, STOPPED, work
 from tests.test_runs import contents
 from tests.test_training import tiny
 
@@ -183,8 +183,8 @@ def test_what_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "SECONDS_WHILE_BUSY", 0.0)
     first, second, third = small(tmp_path), small(tmp_path, steps=13), small(tmp_path, steps=14)
     console = plain()
-    # The first is killed once, is busy once and then done; the second cannot succeed; the third keeps being killed.
-    place = Instant(1, 2, 1, BUSY, 1, None, 1)
+    # The first is killed once, is busy once and then done; the second cannot succeed; the third keeps being stopped.
+    place = Instant(1, 2, STOPPED, BUSY, 1, None, 1)
     outcomes = sweep([first, second, third], place, retries=2, console=console)
     assert [(o.state, o.attempts) for o in outcomes] == [("done", 2), ("failed", 1), ("failed", 3)]
     told = console.export_text()

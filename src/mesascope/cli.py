@@ -262,13 +262,15 @@ class Train:
     """Also write TensorBoard events into the run's directory (extra: tensorboard)."""
     wandb: str | None = None
     """Also send metrics to this Weights & Biases project (extra: wandb)."""
+    data_parallel: bool = False
+    """Cut every batch over all devices; of all processes, where there are several (see `mesascope.parallel`)."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change the kind of something: `--set model.blocks.1.mixer=Linear`, or `PATH={"kind": "Mesa", "lam_init": 2}`."""
 
     def run(self, config: "Config | None" = None) -> None:
         from rich.console import Console
 
-        from mesascope import sinks
+        from mesascope import parallel, sinks
         from mesascope.presets import preset
         from mesascope.runs import Run, Sink, fit, keep_compiled
         from mesascope.store import with_field
@@ -281,9 +283,11 @@ class Train:
         chosen: list[Callable[[Run, int], Sink]] = [sinks.TensorBoard] if self.tensorboard else []
         if self.wandb is not None:
             chosen.append(partial(sinks.WeightsAndBiases, self.wandb))
+        if self.data_parallel:
+            parallel.join()
         keep_compiled(self.runs)
         began = time.monotonic()
-        run = fit(
+        run = (parallel.fit if self.data_parallel else fit)(
             config,
             runs=self.runs,
             fresh=self.fresh,

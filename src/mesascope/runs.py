@@ -219,7 +219,7 @@ class Run:
                 progress.note(f"{problem} Going on from the one before it.")
                 # Out of the way, lest it be taken for a good one when the next is written.
                 os.replace(path, self._checkpoints[0])
-            return jax.tree.map(jnp.asarray, state)
+            return state
         if problems:
             raise RunError(f"{' '.join(problems)} No good one is left: start anew with --fresh.")
         return None
@@ -235,6 +235,7 @@ def fit(
     save_seconds: float = 30.0,
     sinks: Sequence[Callable[[Run, int], Sink]] = (),
     console: Console | None = None,
+    trainer: Trainer | LanguageTrainer | None = None,
 ) -> Run:
     """Train what a configuration describes, or go on with it, or return it if that has been done.
 
@@ -246,6 +247,7 @@ def fit(
         save_seconds: time between checkpoints. It has no influence on the result.
         sinks: further places for metrics, such as `sinks.TensorBoard`: called with the run and the step it is at.
         console: where progress is shown: a bar on a terminal, lines elsewhere. None is silent.
+        trainer: what makes the steps; this process alone unless given (see `parallel.fit`).
 
     Returns:
         The run; `run.finished` is False if it was stopped.
@@ -264,12 +266,13 @@ def fit(
             torn.unlink()
         _check_source(run, progress)
         _check_config(run, config, progress)
-        trainer = _trainer(config, None if data is None else str(data))
+        alone = _trainer(config, None if data is None else str(data))
         if run.finished:
-            _mend(run, trainer, progress)
+            _mend(run, alone, progress)
         if run.finished:
             progress.note(f"{run.path} has already been trained.")
             return run
+        trainer = trainer or alone
         state = run._restore(trainer.shapes, progress)
         if state is None:
             # Remains of an earlier beginning that never came to a checkpoint.
@@ -277,6 +280,7 @@ def fit(
             store.write_json(run.path / "provenance.json", provenance(config))
             state = trainer.start()
         else:
+            state = trainer.place(state)
             progress.note(f"going on at step {int(state.step)} of {run.path}")
             _note_changes(run, int(state.step), progress)
         opened: list[Sink] = []

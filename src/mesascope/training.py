@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 from mesascope.models import ModelConfig, Transformer
@@ -267,15 +268,33 @@ class Advanced(NamedTuple):
     failed: Int[Array, " seed"]
 
 
+def everywhere(array: ArrayLike, sharding: NamedSharding | None) -> Array:
+    """The same array on every device of a sharding, of which each process has some."""
+    assert sharding is not None
+    local = np.asarray(array)
+    return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
+
+
 # Held-out sequences are the same for all runs: keys far from those of any training seed.
 HELD_OUT, FINAL = 2**31 - 1, 2**31 - 2
 
 
 class Trainer:
-    """The compiled functions of one experiment. None of them is compiled twice, whatever the number of steps."""
+    """The compiled functions of one experiment. None of them is compiled twice, whatever the number of steps.
 
-    def __init__(self, config: Config):
-        self.config = config
+    Attributes:
+        mesh: devices to cut every batch over, along its axis "data"; each holds all weights. The steps are those of one
+            device, but for the order of sums over the batch. None: JAX's default device.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | None = None):
+        self.config, self.mesh = config, mesh
+        for name in ("batch_size", "eval_batch_size"):
+            size = getattr(config.train, name)
+            if mesh is not None and size % mesh.shape["data"]:
+                raise ValueError(
+                    f"train.{name}: expected a multiple of the {mesh.shape['data']} devices, got {size}."
+                )
 
     @property
     def _seed_keys(self) -> PRNGKeyArray:
@@ -296,7 +315,26 @@ class Trainer:
 
     def start(self) -> TrainState:
         """Before the first step."""
-        return jax.jit(self._start)()
+        return jax.jit(self._start, out_shardings=self._everywhere)()
+
+    def place(self, state: TrainState) -> TrainState:
+        """A state from elsewhere, on the devices that train it."""
+        if self._everywhere is None:
+            return jax.tree.map(jnp.asarray, state)
+        return jax.tree.map(lambda leaf: everywhere(leaf, self._everywhere), state)
+
+    @property
+    def _everywhere(self) -> NamedSharding | None:
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def _examples(self, key: PRNGKeyArray, batch_size: int) -> Examples:
+        """Fresh sequences, cut over the devices. (Random numbers do not depend on where they are drawn.)"""
+        batch = self.config.examples(key, batch_size)
+        if self.mesh is None:
+            return batch
+        cut = NamedSharding(self.mesh, PartitionSpec("data"))
+        tokens, targets = (jax.lax.with_sharding_constraint(a, cut) for a in (batch.tokens, batch.targets))
+        return batch._replace(tokens=tokens, targets=targets)
 
     @property
     def shapes(self) -> TrainState:
@@ -318,7 +356,7 @@ class Trainer:
         config = self.config
         step = descend(
             self._loss,
-            lambda key: config.examples(key, config.train.batch_size),
+            lambda key: self._examples(key, config.train.batch_size),
             config.train.optimizer.build(),
         )
 
@@ -333,7 +371,7 @@ class Trainer:
             failed = jnp.where((carry.failed < 0) & ~jnp.isfinite(loss), at, carry.failed)
             return Advanced(TrainState(models, optimizer, at + 1, loss_sum + loss), loss, failed)
 
-        @partial(jax.jit, donate_argnums=0)
+        @partial(jax.jit, donate_argnums=0, out_shardings=self._everywhere)
         def many_steps(state: TrainState, steps: Int[Array, ""]) -> Advanced:
             nothing = jnp.zeros(config.train.seeds, jnp.float32), jnp.full(config.train.seeds, -1, jnp.int32)
             done = jax.lax.fori_loop(0, steps, one_step, Advanced(state, *nothing))
@@ -360,14 +398,14 @@ class Trainer:
     def _measure(self, seed: int, batches: int) -> Callable[[Transformer], Float[Array, "seed time"]]:
         def measure(models: Transformer) -> Array:
             def one_batch(total: Array, key: PRNGKeyArray) -> tuple[Array, None]:
-                batch = self.config.examples(key, self.config.train.eval_batch_size)
+                batch = self._examples(key, self.config.train.eval_batch_size)
                 return total + jax.vmap(lambda model: self.loss_by_position(model, batch))(models), None
 
             start = jnp.zeros((self.config.train.seeds, self.config.task.length), jnp.float32)
             total, _ = jax.lax.scan(one_batch, start, jax.random.split(jax.random.key(seed), batches))
             return total / batches
 
-        return jax.jit(measure)
+        return jax.jit(measure, out_shardings=self._everywhere)
 
     def measure(self, models: Transformer) -> dict[str, Float[np.ndarray, " seed"]]:
         """What is told of models along training, by seed."""

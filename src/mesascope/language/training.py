@@ -127,6 +127,10 @@ class LanguageTrainer:
         """Before the first step."""
         return jax.jit(self._start)()
 
+    def place(self, state: TrainState) -> TrainState:
+        """A state from elsewhere, on the devices that train it."""
+        return jax.device_put(state, NamedSharding(self._mesh, _P()))
+
     @property
     def shapes(self) -> TrainState:
         """Shapes and dtypes of a state, without computing one."""

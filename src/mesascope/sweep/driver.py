@@ -16,7 +16,7 @@ from mesascope import store
 from mesascope.runs import interrupts
 from mesascope.sweep.executors import Executor, Running
 from mesascope.sweep.pieces import Job, Piece, folder_of
-from mesascope.sweep.worker import BUSY, DONE, HOPELESS, OUT_OF_TIME, STOPPED
+from mesascope.sweep.worker import BUSY, DONE, FAILED, HOPELESS, OUT_OF_TIME, STOPPED
 from mesascope.untrusted import StoreError, check, read_json
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -98,8 +98,11 @@ def sweep(
                     if (ended := at.running.ended()) is None:
                         continue
                     placed.remove(at)
-                    # Whoever is asked to stop may be killed by it.
-                    again = _settle(at, STOPPED if stopping and ended != DONE else ended, retries, console)
+                    if stopping:  # whoever is asked to stop may be killed by it
+                        ended = DONE if ended == DONE else STOPPED
+                    elif ended == STOPPED:  # by somebody else: a scheduler, say
+                        ended = FAILED
+                    again = _settle(at, ended, retries, console)
                     waiting.extend([] if again is None else [again])
                 if waiting or placed:
                     time.sleep(SECONDS_BETWEEN_LOOKS)

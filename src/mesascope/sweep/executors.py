@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -83,18 +82,15 @@ class Local:
     def __init__(self, slots: int):
         self.slots: int | None = slots
         self.gpus = _gpus()
+        # JAX takes most of a GPU's memory when it starts, unless several processes are to share it.
+        self.shares = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if 0 < len(self.gpus) < slots else {}
         self.started: list[_Process] = []
 
     def start(self, job: str) -> "_Process":
-        gpu = None
-        if self.gpus:
-            busy = [process.gpu for process in self.started if process.ended() is None]
-            gpu = min(self.gpus, key=busy.count)
         self.started = [process for process in self.started if process.ended() is None]
-        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        if gpu is not None and self.slots is not None and self.slots > len(self.gpus):
-            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several share a GPU: none takes it all
-        self.started.append(_Process(job, gpu, os.environ | environment))
+        busy = [process.gpu for process in self.started]
+        gpu = min(self.gpus, key=busy.count, default=None)
+        self.started.append(_Process(job, gpu, self.shares))
         return self.started[-1]
 
     def close(self) -> None:
@@ -103,8 +99,9 @@ class Local:
 
 @final
 class _Process:
-    def __init__(self, job: str, gpu: str | None, environment: Mapping[str, str]):
+    def __init__(self, job: str, gpu: str | None, shares: dict[str, str]):
         self.gpu = gpu
+        environment = shares | dict(os.environ) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from mesascope.sweep.worker import main; main()"],
             stdin=subprocess.PIPE,

@@ -1,0 +1,142 @@
+"""One run over all devices of all processes: every batch is cut over them, and each holds all weights.
+
+The first process leads: it alone reads and writes the run and decides when to evaluate, save and stop. Before each of
+its calls it says which; the others follow, so that all run the same programs at the same time. With the variables
+
+    JAX_COORDINATOR_ADDRESS=host:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 mesascope train PRESET --data-parallel
+
+(or as Slurm, Open MPI and others set their own) in every process, `join` makes them one; without, a process has its own
+devices only. The result is that of one device with the same batches, but for the order of sums over them. If any
+process dies, the others end, and the same command goes on from the last checkpoint.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, cast, final
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from mesascope.models import Transformer
+from mesascope.runs import Run, interrupts, path_of
+from mesascope.runs import fit as fit_alone
+from mesascope.training import Advanced, Config, Trainer, TrainState, everywhere
+
+END, START, PLACE, ADVANCE, EVALUATE, EVALUATE_FINALLY = range(6)
+CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")
+SECONDS_WITHOUT_A_SIGN = 30
+
+
+def join() -> None:
+    """Make this process one of several, if the environment says so. Before anything else asks JAX for devices."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        try:
+            number, count = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                "data_parallel: with JAX_COORDINATOR_ADDRESS, expected numbers in JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+            ) from error
+        jax.distributed.initialize(
+            num_processes=count,
+            process_id=number,
+            cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=SECONDS_WITHOUT_A_SIGN,
+        )
+    elif any(name in os.environ for name in CLUSTERS):
+        jax.distributed.initialize(heartbeat_timeout_seconds=SECONDS_WITHOUT_A_SIGN)
+
+
+def fit(config: Config, *, runs: Any = "runs", console: Any = None, **options: Any) -> Run:
+    """`runs.fit` over all devices of all processes, each of which must call this with the same configuration."""
+    trainer = Trainer(config, Mesh(np.array(jax.devices()), ("data",)))
+    if jax.process_index() != 0:
+        _follow(trainer)
+        return Run(path_of(config, runs))
+    leader = Leader(trainer)
+    try:
+        return fit_alone(config, runs=runs, console=console, trainer=cast(Trainer, leader), **options)
+    finally:
+        leader.end()
+
+
+@final
+class Leader:
+    """A trainer that tells the other processes what it does. See `Trainer`."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    @property
+    def config(self) -> Config:
+        return self.trainer.config
+
+    @property
+    def shapes(self) -> TrainState:
+        return self.trainer.shapes
+
+    def start(self) -> TrainState:
+        self._tell(START)
+        return self.trainer.start()
+
+    def place(self, state: TrainState) -> TrainState:
+        self._tell(PLACE)
+        return self.trainer.place(multihost_utils.broadcast_one_to_all(jax.tree.map(np.asarray, state)))
+
+    def advance(self, state: TrainState, steps: int) -> Advanced:
+        # What `fit` keeps book of itself; all else is with every process as the last call left it.
+        loss_sum = np.asarray(state.loss_sum)
+        self._tell(ADVANCE, steps, loss_sum)
+        return self.trainer.advance(_with_sum(self.trainer, state, loss_sum), steps)
+
+    def measure(self, models: Transformer) -> dict[str, np.ndarray]:
+        self._tell(EVALUATE)
+        return self.trainer.measure(models)
+
+    def result(self, models: Transformer) -> dict[str, Any]:
+        self._tell(EVALUATE_FINALLY)
+        return self.trainer.result(models)
+
+    def end(self) -> None:
+        """The others may go."""
+        self._tell(END)
+
+    def _tell(self, what: int, steps: int = 0, loss_sum: np.ndarray | None = None) -> None:
+        _heard(self.config, what, steps, loss_sum)
+
+
+def _heard(
+    config: Config, what: int = END, steps: int = 0, loss_sum: np.ndarray | None = None
+) -> tuple[int, int, np.ndarray]:
+    """What the leader says; the arguments are what it says, and nobody else's."""
+    loss_sum = np.zeros(config.train.seeds, np.float32) if loss_sum is None else loss_sum
+    order, loss_sum = multihost_utils.broadcast_one_to_all((np.array([what, steps], np.int32), loss_sum))
+    return int(order[0]), int(order[1]), np.asarray(loss_sum)
+
+
+def _with_sum(trainer: Trainer, state: TrainState, loss_sum: np.ndarray) -> TrainState:
+    return state._replace(loss_sum=everywhere(loss_sum, trainer._everywhere))
+
+
+def _follow(trainer: Trainer) -> None:
+    """Do as the leader does, until it ends."""
+    nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trainer.shapes)
+    state: TrainState | None = None
+    # Ctrl-C reaches every process; the leader decides what then.
+    with interrupts():
+        while True:
+            what, steps, loss_sum = _heard(trainer.config)
+            if what == END:
+                return
+            if what == START:
+                state = trainer.start()
+            elif what == PLACE:
+                state = trainer.place(multihost_utils.broadcast_one_to_all(nothing))
+            elif what == ADVANCE:
+                assert state is not None
+                state = trainer.advance(_with_sum(trainer, state, loss_sum), steps).state
+            else:
+                assert state is not None
+                measure: Callable = trainer.evaluate if what == EVALUATE else trainer.evaluate_finally
+                jax.block_until_ready(measure(state.models))

@@ -1,0 +1,111 @@
+"""One run over several devices and processes: the same as on one, and it survives them."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mesascope import runs
+from mesascope.parallel import join
+from tests.test_runs import ENVIRONMENT, contents, finish, last_step
+
+OPTIONS = (
+    "linear-1 --task.state-dim 2 --task.length 4 --model.token-dim 8 --model.output-dim 2 --model.masked 4 "
+    "--model.blocks.0.heads 1 --model.blocks.0.key-dim 2 --train.batch-size 16 --train.eval-batch-size 16 "
+    "--train.eval-batches 2 --train.final-sequences 32 --seeds 2 --train.eval-every 500 --save-seconds 0.05"
+)
+
+
+def started(where, *extra, number=0, count=1, port=0, devices=1):
+    environment = ENVIRONMENT | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    if count > 1:
+        environment |= {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(number),
+        }
+    words = [*OPTIONS.split(), "--runs", str(where), *extra]
+    return subprocess.Popen(
+        [sys.executable, "-m", "mesascope.cli", "train", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+
+def together(where, *extra, devices=1):
+    """Two processes, and how they ended."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return [
+        started(where, *extra, "--data-parallel", number=i, count=2, port=port, devices=devices)
+        for i in range(2)
+    ]
+
+
+def finished(processes):
+    told = [process.communicate(timeout=900) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), told
+    return told
+
+
+def close(a, b):
+    a, b = (runs.find("linear-1", runs=where) for where in (a, b))
+    for name in ("eval_loss", "train_loss"):
+        np.testing.assert_allclose(a.metrics()[name], b.metrics()[name], rtol=1e-4)
+    np.testing.assert_allclose(a.result["loss_by_position"], b.result["loss_by_position"], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_eight_devices_and_two_processes_are_as_one(tmp_path):
+    steps = ("--train.steps", "1000")
+    finished([started(tmp_path / "one", *steps)])
+    finished([started(tmp_path / "eight", *steps, "--data-parallel", devices=8)])
+    close(tmp_path / "one", tmp_path / "eight")
+    told = finished(together(tmp_path / "two", *steps, devices=2))
+    close(tmp_path / "one", tmp_path / "two")
+    assert "step 1000/1000" in told[0][0]
+    assert "step" not in told[1][0], "only the first process tells and writes"
+    # Asked for again, it is there, and both end.
+    told = finished(together(tmp_path / "two", *steps, devices=2))
+    assert "has already been trained" in told[0][0]
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_processes_is_killed(tmp_path, victim):
+    """The other ends by itself, and the same command goes on: the bits are those of two undisturbed processes."""
+    steps = ("--train.steps", "20000")
+    processes = together(tmp_path / "killed", *steps)
+    for _ in range(3000):
+        time.sleep(0.1)
+        if last_step(tmp_path / "killed") > 0:
+            break
+        assert processes[0].poll() is None, processes[0].communicate()
+    processes[victim].kill()
+    processes[1 - victim].communicate(timeout=300)
+    assert processes[1 - victim].returncode != 0
+    told = finished(together(tmp_path / "killed", *steps))
+    assert "going on at step" in told[0][0]
+    finished(together(tmp_path / "whole", *steps))
+    assert contents(runs.find("linear-1", runs=tmp_path / "killed")) == contents(
+        runs.find("linear-1", runs=tmp_path / "whole")
+    )
+
+
+def test_batches_that_cannot_be_cut(tmp_path):
+    environment = os.environ.get("JAX_PROCESS_ID")
+    assert environment is None
+    done = finish("--data-parallel", "--train.batch-size", "3", where=tmp_path, timeout=300)
+    assert done.returncode == 0 or "expected a multiple of the" in done.stderr
+
+
+def test_processes_without_a_number(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ValueError, match="expected numbers in JAX_NUM_PROCESSES and JAX_PROCESS_ID"):
+        join()
