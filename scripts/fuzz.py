@@ -41,6 +41,9 @@ from mesascope.presets import preset
 from mesascope.progress import progress_on
 from mesascope.runs import Run, RunError
 from mesascope.store import StoreError
+from mesascope.sweep import read_spec
+from mesascope.sweep.pieces import folder_of
+from mesascope.tasks.bpe import BPE
 from mesascope.tasks.shards import Place, Shard, map_shard, read_record
 from mesascope.tasks.text import FORMAT, Corpus, _Stream
 from mesascope.training import Config, Trainer, TrainState
@@ -230,6 +233,39 @@ def make_claims(folder: Path) -> None:
     )
 
 
+def make_spec(folder: Path) -> None:
+    spec = {"presets": ["linear-1", "mesa-1"], "variants": ["as_run"], "seeds": 5, "at_once": 2}
+    spec |= {
+        "set": {"train.steps": 20, "model.clip": 0.5},
+        "over": {"train.optimizer.rate.peak": [0.5, 0.25]},
+    }
+    store.write_json(folder / "spec.json", spec)
+    (folder / "spec.toml").write_text(
+        'presets = ["linear-1", "mesa-1"]\nvariants = ["as_run"]\nseeds = 5\nat_once = 2\n[set]\n"train.steps" = 20\n'
+        '"model.clip" = 0.5\n[over]\n"train.optimizer.rate.peak" = [0.5, 0.25]\n'
+    )
+
+
+def of_spec(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        pieces = read_spec(folder / name, runs=folder)
+        assert all(folder_of(piece).parent == folder / ".sweeps" for piece in pieces), (
+            "a piece outside of its folder"
+        )
+        return [piece.name for piece in pieces]
+
+    return read
+
+
+def make_tokenizer(folder: Path) -> None:
+    BPE.trained(["some text, and some more text"] * 3, 270, folder)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    tokenizer = BPE(folder)
+    return tokenizer.size, tokenizer.eos, tokenizer.decode(tokenizer.encode("some text"))
+
+
 RUN = runs.path_of(CONFIG, Path()).name
 READERS = {
     reader.name: reader
@@ -254,6 +290,10 @@ READERS = {
                share=3),
         Reader(name="corpus index", make=make_corpus, file="index.json", read=read_corpus),
         Reader(name="corpus check", make=make_corpus, file="index.json", read=read_damaged, share=0.5),
+        Reader(name="vocabulary", make=make_tokenizer, file="encoder.json", read=read_tokenizer, share=0.5),
+        Reader(name="merges", make=make_tokenizer, file="vocab.bpe", read=read_tokenizer, share=0.5),
+        Reader(name="sweep.json", make=make_spec, file="spec.json", read=of_spec("spec.json"), share=0.5),
+        Reader(name="sweep.toml", make=make_spec, file="spec.toml", read=of_spec("spec.toml"), share=0.5),
         Reader(name="claims.json", make=make_claims, file="claims.json", share=0.5,
                read=lambda folder: read_claims(folder / "claims.json")),
     )
@@ -504,6 +544,8 @@ def knowing_npz(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 KNOWING = {
+    ".toml": blind,
+    ".bpe": blind,
     ".json": knowing_json,
     ".jsonl": knowing_json,
     ".safetensors": knowing_safetensors,

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import reprlib
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,12 +16,12 @@ from rich.console import Console
 from mesascope import experiments, store
 from mesascope.experiments.lab import SCALES, Lab
 from mesascope.experiments.reproduce import compute_piece, is_kept, piece_path
-from mesascope.presets import Variant, preset
+from mesascope.presets import PRESETS, Variant, preset
 from mesascope.runs import Run, fit, path_of
 from mesascope.training import Config, with_train
 from mesascope.untrusted import LONGEST_JSON, StoreError, check, read_bytes, read_json
 
-MOST_PIECES = 100_000
+MOST_PIECES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +182,15 @@ def read_spec(path: Path, *, runs: Path, save_seconds: float = 30.0) -> list[Tra
     A TOML file, or JSON of the same form. Values are what `mesascope train --set FIELD=VALUE` takes.
     """
     spec = check(_parsed(path), SPEC, path)
-    unknown = sorted(spec.keys() - {name.removesuffix("?") for name in SPEC})
-    if unknown:
-        raise StoreError(f"{path}: there is no {unknown[0]!r}, only {', '.join(n.strip('?') for n in SPEC)}.")
-    variants = spec.get("variants", ["as_run"])
-    over = spec.get("over", {})
-    count = len(spec["presets"]) * len(variants)
-    for values in over.values():
-        count *= len(values)
+    names = [name.removesuffix("?") for name in SPEC]
+    if unknown := sorted(spec.keys() - set(names)):
+        raise StoreError(f"{path}: there is no {reprlib.repr(unknown[0])}, only {', '.join(names)}.")
+    presets, variants = (list(dict.fromkeys(spec.get(name, ["as_run"]))) for name in ("presets", "variants"))
+    over = {
+        name: list({repr(value): value for value in values}.values())
+        for name, values in spec.get("over", {}).items()
+    }
+    count = len(presets) * len(variants) * math.prod(map(len, over.values()))
     total, at_once = spec.get("seeds"), spec.get("at_once")
     if at_once is not None and total is None:
         raise StoreError(f"{path}: at_once says how many of `seeds` are trained at once; give both.")
@@ -197,9 +200,14 @@ def read_spec(path: Path, *, runs: Path, save_seconds: float = 30.0) -> list[Tra
     if not 0 < count * len(groups) <= MOST_PIECES:
         raise StoreError(f"{path}: expected 1 to {MOST_PIECES:,} runs, got {count * len(groups):,}.")
     found = {}
-    for name, variant, *values in itertools.product(spec["presets"], variants, *over.values()):
+    for name, variant, *values in itertools.product(presets, variants, *over.values()):
+        if name not in PRESETS:
+            raise StoreError(
+                f"{path}: presets: there is no {reprlib.repr(name)}; `mesascope list` shows those there are."
+            )
         if variant not in get_args(Variant):
-            raise StoreError(f"{path}: variants: expected {' or '.join(get_args(Variant))}, got {variant!r}.")
+            told = " or ".join(get_args(Variant))
+            raise StoreError(f"{path}: variants: expected {told}, got {reprlib.repr(variant)}.")
         fields = spec.get("set", {}) | dict(zip(over, values, strict=True))
         config = _with_fields(preset(name, variant), fields, path)
         for first, seeds in groups:
