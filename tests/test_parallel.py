@@ -1,6 +1,5 @@
 """One run over several devices and processes: the same as on one, and it survives them."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,10 +7,13 @@ import time
 
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from mesascope import runs
 from mesascope.parallel import join
-from tests.test_runs import ENVIRONMENT, contents, finish, last_step
+from mesascope.training import Trainer
+from tests.test_runs import ENVIRONMENT, contents, last_step
+from tests.test_training import tiny
 
 OPTIONS = (
     "linear-1 --task.state-dim 2 --task.length 4 --model.token-dim 8 --model.output-dim 2 --model.masked 4 "
@@ -79,7 +81,7 @@ def test_eight_devices_and_two_processes_are_as_one(tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_processes_is_killed(tmp_path, victim):
     """The other ends by itself, and the same command goes on: the bits are those of two undisturbed processes."""
-    steps = ("--train.steps", "20000")
+    steps = ("--train.steps", "6000")
     processes = together(tmp_path / "killed", *steps)
     for _ in range(3000):
         time.sleep(0.1)
@@ -97,11 +99,9 @@ def test_one_of_two_processes_is_killed(tmp_path, victim):
     )
 
 
-def test_batches_that_cannot_be_cut(tmp_path):
-    environment = os.environ.get("JAX_PROCESS_ID")
-    assert environment is None
-    done = finish("--data-parallel", "--train.batch-size", "3", where=tmp_path, timeout=300)
-    assert done.returncode == 0 or "expected a multiple of the" in done.stderr
+def test_batches_that_cannot_be_cut():
+    with pytest.raises(ValueError, match=r"train\.batch_size: expected a multiple of the 2 devices, got 3"):
+        Trainer(tiny(batch_size=3), AbstractMesh((2,), ("data",)))
 
 
 def test_processes_without_a_number(monkeypatch):
