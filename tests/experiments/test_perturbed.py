@@ -32,7 +32,7 @@ def figure(name: str, runs) -> tuple[Arrays, dict[str, float | None], set[str]]:
         used |= models
         (arrays if models else others).update(found)
     path = released.directory() / "arrays" / name
-    stored = results.read(path)[0] if path.with_suffix(".json").exists() else {}
+    stored = results.read(path)[0] if results.files(path)[1].exists() else {}
     whole = results.spliced(stored, arrays | others)
     try:
         claims = experiment.claims(

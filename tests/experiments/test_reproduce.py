@@ -193,6 +193,8 @@ def test_arrays_come_back(tmp_path):
     for name, array in arrays.items():
         assert found[name].axes == array.axes
         np.testing.assert_array_equal(found[name].values, array.values)
+    results.write(tmp_path / "x.5", {}, {})
+    assert results.read(tmp_path / "x")[0].keys() == arrays.keys()
     (tmp_path / "x.npz").unlink()
     with pytest.raises(StoreError, match="missing or damaged"):
         results.read(tmp_path / "x")

@@ -156,7 +156,7 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
         arrays, about = {}, dict(stored_about.get("pieces", {}))
         for piece in experiment.pieces:
             path = piece_path(name, piece, out / scale.name)
-            if path.with_suffix(".json").exists():
+            if results.files(path)[1].exists():
                 new, about[piece] = results.read(path)
                 arrays |= new
         origin = {n: "recomputed" if n in arrays else "stored" for n in {*arrays, *stored}}
@@ -265,12 +265,12 @@ def _outcome(experiment: Experiment, result: Result, scale: Scale) -> Outcome:
 
 def _stored(name: str) -> tuple[Arrays, dict[str, Any]]:
     path = released.directory() / "arrays" / name
-    return results.read(path) if path.with_suffix(".json").exists() else ({}, {})
+    return results.read(path) if results.files(path)[1].exists() else ({}, {})
 
 
 def _kept(path: Path, lab: Lab) -> tuple[Arrays, dict[str, Any]] | None:
     """A piece that was finished before, at this scale and from these very models."""
-    if not path.with_suffix(".json").exists():
+    if not results.files(path)[1].exists():
         return None
     try:
         arrays, about = results.read(path)

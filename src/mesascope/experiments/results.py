@@ -60,13 +60,19 @@ class Result:
         return name in self.arrays
 
 
+def files(path: Path) -> tuple[Path, Path]:
+    """The arrays of a name, which may have dots in it, and what is said about them."""
+    return path.with_name(f"{path.name}.npz"), path.with_name(f"{path.name}.json")
+
+
 def write(path: Path, arrays: Mapping[str, Named], about: Mapping[str, Any]) -> None:
     """`path`.npz and `path`.json; the second last, so that a pair that is there is whole."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array.values for name, array in arrays.items()})  # pyright: ignore
-    store.write(path.with_suffix(".npz"), buffer.getvalue())
+    numbers, about_them = files(path)
+    store.write(numbers, buffer.getvalue())
     axes = {name: list(array.axes) for name, array in arrays.items()}
-    store.write_json(path.with_suffix(".json"), {"axes": axes, **about})
+    store.write_json(about_them, {"axes": axes, **about})
 
 
 _PIECE = {"arrays?": [str], "inputs?": {str: str}, "seconds?": float, "made?": {str: object}}
@@ -78,17 +84,15 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
     Raises:
         StoreError: it is missing or damaged.
     """
-    written = path.with_suffix(".json")
+    numbers, written = files(path)
     form = _PIECE | {"axes": {str: [str]}, "pieces?": {str: _PIECE}}
     about = check(store.read_json(written), form, written)
     axes = about.pop("axes")
-    found = read_npz(path.with_suffix(".npz"), axes)
+    found = read_npz(numbers, axes)
     try:
         return {name: Named.of(values, *axes[name]) for name, values in found.items()}, about
     except ValueError as error:
-        raise StoreError(
-            f"{written} does not fit {path.with_suffix('.npz').name} ({str(error)[:500]})."
-        ) from error
+        raise StoreError(f"{written} does not fit {numbers.name} ({str(error)[:500]}).") from error
 
 
 def spliced(stored: Mapping[str, Named], recomputed: Mapping[str, Named], seed: int = 0) -> Arrays:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from mesascope import experiments, store
+from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab
 from mesascope.experiments.reproduce import compute_piece, is_kept, piece_path
 from mesascope.presets import PRESETS, Variant, preset
@@ -104,7 +105,7 @@ class FigurePiece:
 
     def forget(self) -> None:
         """Have it computed again."""
-        piece_path(self.figure, self.piece, self._folder).with_suffix(".json").unlink(missing_ok=True)
+        results.files(piece_path(self.figure, self.piece, self._folder))[1].unlink(missing_ok=True)
 
     @property
     def _folder(self) -> Path:
