@@ -26,7 +26,7 @@ from mesascope.training import Advanced, Config, Trainer, TrainState, everywhere
 
 END, START, PLACE, ADVANCE, EVALUATE, EVALUATE_FINALLY = range(6)
 CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")
-SECONDS_WITHOUT_A_SIGN = 30
+SECONDS_WITHOUT_A_SIGN = 100
 
 
 def join() -> None:
