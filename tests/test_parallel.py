@@ -89,6 +89,7 @@ def test_one_of_two_processes_is_killed(tmp_path, victim):
             break
         assert processes[0].poll() is None, processes[0].communicate()
     processes[victim].kill()
+    processes[victim].communicate()
     processes[1 - victim].communicate(timeout=300)
     assert processes[1 - victim].returncode != 0
     told = finished(together(tmp_path / "killed", *steps))
