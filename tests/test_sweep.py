@@ -18,7 +18,7 @@ from mesascope.presets import preset
 from mesascope.runs import RunError
 from mesascope.store import StoreError
 from mesascope.sweep import FigurePiece, TrainingRun, driver, executor, read_spec, report, status, sweep
-from mesascope.sweep.pieces import Job, folder_of
+from mesascope.sweep.pieces import Job, figure_pieces, folder_of
 from mesascope.sweep.worker import BUSY, DONE, HOPELESS, OUT_OF_TIME, STOPPED, work
 from tests.test_runs import contents
 from tests.test_training import tiny
@@ -255,6 +255,16 @@ def test_a_sweep_from_the_command_line(tmp_path):
     assert wrong.returncode == 1
     assert "executor: expected 'local'" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def test_figures_that_need_text_are_left_out_where_there_is_none(tmp_path):
+    """Unless they are named, or there is: else one command for all figures would fail for those."""
+    where = dict(scale="quick", out=tmp_path, run_directory=tmp_path)
+    left = {piece.figure for piece in figure_pieces((), **where)}
+    assert {"fig4", "si-noise", "recall"} <= left
+    texts = {"lm-keyshift", "lm-two-layers", "lm-four-layers", "lm-attention"}
+    assert {piece.figure for piece in figure_pieces((), **where, data=tmp_path)} - left == texts
+    assert {piece.figure for piece in figure_pieces(("lm-attention",), **where)} == {"lm-attention"}
 
 
 @pytest.mark.slow

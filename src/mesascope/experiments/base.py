@@ -22,6 +22,7 @@ class Experiment:
         panels: what to show of the arrays.
         claims: what they are held to.
         minutes: by scale, how long it takes (two CPU cores; "paper": one H200).
+        needs_text: its models are trained on a prepared corpus.
     """
 
     id: str
@@ -31,3 +32,4 @@ class Experiment:
     panels: Callable[[Result], list[Panel]]
     claims: Callable[[Result], list[Claim]]
     minutes: Mapping[str, float] = field(default_factory=dict)
+    needs_text: bool = False

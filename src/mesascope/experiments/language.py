@@ -332,6 +332,7 @@ def _layers(depth: str) -> Experiment:
         pieces=_pieces({mixer: f"lm-{count}-{mixer}" for mixer in MIXERS}),
         panels=layers_panels,
         claims=partial(layers_claims, figure=figure, depth=depth),
+        needs_text=True,
     )
 
 
@@ -347,6 +348,7 @@ EXPERIMENTS = {
         pieces=_pieces({name: f"lm-keyshift-{name}" for name in KEY_SHIFT}),
         panels=key_shift_panels,
         claims=key_shift_claims,
+        needs_text=True,
     ),
     "lm-two-layers": _layers("two"),
     "lm-four-layers": _layers("four"),
@@ -367,5 +369,6 @@ EXPERIMENTS = {
         },
         panels=attention_panels,
         claims=attention_claims,
+        needs_text=True,
     ),
 }

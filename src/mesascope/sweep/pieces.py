@@ -147,11 +147,12 @@ def folder_of(piece: Piece) -> Path:
 def figure_pieces(
     names: Sequence[str], *, scale: str, out: Path, run_directory: Path, data: Path | None = None
 ) -> list[FigurePiece]:
-    """Every piece of these figures (of all, if none are named)."""
+    """Every piece of these figures; if none are named, of all, but without text not of those that need it."""
     text = None if data is None else str(data)
     return [
         FigurePiece(figure=name, piece=piece, scale=scale, out=str(out), runs=str(run_directory), data=text)
         for name in names or experiments.names()
+        if names or data is not None or not experiments.experiment(name).needs_text
         for piece in experiments.experiment(name).pieces
     ]
 
