@@ -5,7 +5,7 @@ import importlib.util
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.table import Table
 
+from mesascope import store
 from mesascope.bench import Report, machine
 from mesascope.models import Softmax, Transformer
 from mesascope.parts import positions
@@ -226,14 +227,15 @@ def bench_train(
     presets: tuple[str, ...],
     variant: str,
     seeds: int,
-    batch_size: int | None,
+    set: Sequence[str] = (),
     repeats: int,
     out: Path | None,
 ) -> Report:
     """Print the table; see the command line's help."""
     console, report = Console(), Report(machine=machine())
     console.print(" · ".join(str(v) for v in report.machine.values()))
-    table = Table(title=f"one training step, {variant}, median ms (quartiles)")
+    told = ", ".join((variant, *set))
+    table = Table(title=f"one training step, {told}, median ms (quartiles)")
     columns = (
         "",
         "one seed",
@@ -249,9 +251,7 @@ def bench_train(
         table.add_column(column, justify="left" if not column else "right")
     torch_here = importlib.util.find_spec("torch") is not None
     for name in presets:
-        config = preset(name, variant)  # pyright: ignore[reportArgumentType]
-        if batch_size is not None:
-            config = with_train(config, batch_size=batch_size)
+        config = store.with_field(preset(name, variant), *set)  # pyright: ignore[reportArgumentType]
         many = with_train(config, seeds=seeds)
         with console.status(name):
             measured = step_milliseconds({"one": with_train(config, seeds=1), "many": many}, repeats=repeats)
@@ -263,7 +263,8 @@ def bench_train(
                 with_train(many, steps=enough, eval_every=max(1, enough // 3), final_sequences=256)
             )
             row: dict[str, Any] = dict(
-                preset=name, variant=variant, seeds=seeds, one_seed=one.tolist(), seeds_together=several.tolist(),
+                preset=name, variant=variant, set=list(set), seeds=seeds,
+                one_seed=one.tolist(), seeds_together=several.tolist(),
                 ratio=several[0] / one[0], flops=flops, host_share=share,
             )  # fmt: skip
             if torch_here and has_twin(config):

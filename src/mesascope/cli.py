@@ -67,8 +67,8 @@ class BenchTrain:
     """As the released code ran them, or as the paper's text has them (LayerNorm and MLPs)."""
     seeds: int = 5
     """How many at once."""
-    batch_size: int | None = None
-    """Sequences per step; by default the preset's."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Change a field of all of them: `--set model.tf32=true`."""
     repeats: int = 7
     """Timed rounds."""
     out: Path | None = None
@@ -81,7 +81,7 @@ class BenchTrain:
             presets=self.presets,
             variant=self.variant,
             seeds=self.seeds,
-            batch_size=self.batch_size,
+            set=self.set,
             repeats=self.repeats,
             out=self.out,
         )

@@ -12,7 +12,7 @@ from mesascope.ops.methods import has_kernels
 
 HIGHEST = jax.lax.Precision.HIGHEST
 _BLOCK = 64  # tokens that one program of the fused kernels takes at once
-_LONGEST, _WIDEST = 64, 64  # up to which they are chosen
+_WIDEST = 64  # up to which they are chosen
 
 
 def causal_softmax(
@@ -32,13 +32,9 @@ def causal_softmax(
     Args:
         starts: where the document of each token begins; sums are from there on.
     """
-    time, width = queries.shape[-2], max(queries.shape[-1], values.shape[-1])
-    fits = time <= _LONGEST and width <= _WIDEST and queries.dtype == jnp.float32
-    if (
-        fits and starts is None and has_kernels()
-    ):  # with starts, bfloat16 or beyond that length: not tried yet
-        return fused_softmax(queries, keys, values)
-    return plain_softmax(queries, keys, values, starts)
+    fits = max(queries.shape[-1], values.shape[-1]) <= _WIDEST and queries.dtype != jnp.float64
+    softmax = fused_softmax if fits and has_kernels() else plain_softmax
+    return softmax(queries, keys, values, starts)
 
 
 def _plain(q: Array, k: Array, v: Array, starts: Array | None = None) -> Array:
