@@ -191,8 +191,11 @@ def test_killed_on_a_gpu(tmp_path, name):
     """Models of the paper at their own size. The third process compiles nothing that the first has compiled."""
     what = f"{name} --train.steps 1500 --train.eval-every 300 --save-seconds 0.2"
 
+    # Programs are kept beside the runs, whatever is set here.
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+
     def process(where: Path) -> subprocess.Popen:
-        return subprocess.Popen(command(where=where, what=what))
+        return subprocess.Popen(command(where=where, what=what), env=environment)
 
     killed = process(tmp_path / "killed")
     for _ in range(1800):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from mesascope import training
 from mesascope.presets import preset
 from mesascope.training import AdamW, Config, Constant, Trainer, WarmupCosine, optimize
 from tests.helpers import assert_close
@@ -123,6 +124,22 @@ def test_seeds_side_by_side_are_seeds_alone():
             assert_close(a[seed], b[0], scale=10)
     leaf = jax.tree.leaves(state.models)[0]
     assert np.abs(leaf[0] - leaf[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(1, 6), (9, 3), (13, 2), (1000, 1)])
+def test_parts_of_a_batch_are_the_batch(monkeypatch, tokens, parts):
+    """However a batch is cut to stay near the cores: the losses and gradients are those of all of it."""
+    monkeypatch.setattr(training, "_TOKENS_IN_A_PART", tokens)
+    trainer = Trainer(tiny(seeds=2))
+    batch = jax.vmap(lambda key: trainer.config.examples(key, 6))(jax.random.split(jax.random.key(5)))
+    assert training._parts(6, batch.tokens.shape[2]) == parts
+    models = trainer.start().models
+    found = trainer._slopes(models, batch)
+    for seed in range(2):
+        model, one = jax.tree.map(lambda leaf: leaf[seed], (models, batch))  # noqa: B023
+        expected = jax.value_and_grad(trainer._loss)(model, one)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_close(a[seed], b, scale=10)
 
 
 def test_no_number_of_steps_compiles_again_or_changes_a_bit(monkeypatch):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +23,7 @@ from mesascope.models import Softmax, Transformer
 from mesascope.parts import positions
 from mesascope.presets import preset
 from mesascope.runs import fit
-from mesascope.training import Config, Constant, Trainer, descend, half_squared_errors, with_train
+from mesascope.training import Config, Constant, Trainer, half_squared_errors, with_train
 
 
 def step_milliseconds(configs: dict[str, Config], *, repeats: int) -> dict[str, np.ndarray]:
@@ -179,20 +179,18 @@ def our_step(
     model: Transformer, config: Config, tokens: np.ndarray, targets: np.ndarray
 ) -> Callable[[], float]:
     """Like `torch_step`, ours: one model, one given batch."""
-    optimizer = config.train.optimizer.build()
-
-    def loss(model: Transformer, batch: tuple[Array, Array]) -> Float[Array, ""]:
-        return jnp.mean(half_squared_errors(model(batch[0]), batch[1]))
-
-    batch = jnp.asarray(tokens), jnp.asarray(targets)
-    step = jax.jit(descend(loss, lambda key: batch, optimizer))
-    state: Any = (model, optimizer.init(model))  # pyright: ignore[reportArgumentType]
+    trainer = Trainer(config)
+    batch = config.examples(jax.random.key(0), len(tokens))
+    batch = batch._replace(tokens=jnp.asarray(tokens), targets=jnp.asarray(targets))
+    batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch)
+    step = jax.jit(trainer.step)
+    state: Any = trainer.place(trainer.start()._replace(models=jax.tree.map(lambda leaf: leaf[None], model)))
 
     def one() -> float:
         nonlocal state
-        model, rest, value = step(*state, jax.random.key(0))
-        state = model, rest
-        return float(value)
+        models, rest, loss = step(state.models, state.optimizer, batch)
+        state = state._replace(models=models, optimizer=rest)
+        return float(loss[0])
 
     return one
 

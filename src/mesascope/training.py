@@ -27,6 +27,7 @@ from mesascope.untrusted import is_plain_name
 
 Params = TypeVar("Params")
 Batch = TypeVar("Batch")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,22 +188,6 @@ def half_squared_errors(
     return 0.5 * jnp.sum((predictions[..., : targets.shape[-1]] - targets) ** 2, -1)
 
 
-def descend(
-    loss: Callable[[Params, Batch], Float[Array, ""]],
-    sampler: Callable[[PRNGKeyArray], Batch],
-    optimizer: optax.GradientTransformation,
-) -> Callable[[Params, PyTree, PRNGKeyArray], tuple[Params, PyTree, Float[Array, ""]]]:
-    """One step of gradient descent on the loss of a batch drawn with a key: (params, optimizer's state, key) to both
-    after it and the loss before it."""
-
-    def step(params: Params, state: PyTree, key: PRNGKeyArray) -> tuple[Params, PyTree, Array]:
-        value, gradient = jax.value_and_grad(loss)(params, sampler(key))
-        updates, state = optimizer.update(gradient, state, params)  # pyright: ignore[reportArgumentType]
-        return optax.apply_updates(params, updates), state, value  # pyright: ignore
-
-    return step
-
-
 def optimize(
     loss: Callable[[Params, Batch], Float[Array, ""]],
     params: Params,
@@ -226,18 +211,19 @@ def optimize(
         The parameters after the last step, and the loss before each.
     """
     chosen = optimizer.build() if isinstance(optimizer, AdamW) else optimizer
-    step = descend(loss, sampler, chosen)
 
     @jax.jit
     def run(params: Params) -> tuple[Params, Array]:
-        def body(carry, i):
+        def body(carry: tuple[Any, PyTree], i: Array):
             params, state = carry
-            params, state, value = step(params, state, jax.random.fold_in(key, i))
-            return (params, state), value
+            value, gradient = jax.value_and_grad(loss)(params, sampler(jax.random.fold_in(key, i)))
+            updates, state = chosen.update(gradient, state, params)
+            new: Any = optax.apply_updates(params, updates)
+            return (new, state), value
 
-        start = (params, chosen.init(params))  # pyright: ignore[reportArgumentType]
-        (params, _), values = jax.lax.scan(body, start, jnp.arange(steps, dtype=jnp.uint32))
-        return params, values
+        start: Any = (params, chosen.init(params))  # pyright: ignore[reportArgumentType]
+        (found, _), values = jax.lax.scan(body, start, jnp.arange(steps, dtype=jnp.uint32))
+        return found, values
 
     return run(params)
 
@@ -277,6 +263,16 @@ def everywhere(array: ArrayLike, sharding: NamedSharding | None) -> Array:
 
 # Held-out sequences are the same for all runs: keys far from those of any training seed.
 HELD_OUT, FINAL = 2**31 - 1, 2**31 - 2
+
+
+# Whose activations stay near a CPU's cores (benchmarks/README.md).
+_TOKENS_IN_A_PART = 800
+
+
+def _parts(sequences: int, length: int) -> int:
+    """How many equal parts a batch is cut into on a CPU."""
+    most = max(1, _TOKENS_IN_A_PART // length)
+    return next(n for n in range(-(-sequences // most), sequences + 1) if sequences % n == 0)
 
 
 class Trainer:
@@ -327,15 +323,6 @@ class Trainer:
     def _everywhere(self) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
-    def _examples(self, key: PRNGKeyArray, batch_size: int) -> Examples:
-        """Fresh sequences, cut over the devices. (Random numbers do not depend on where they are drawn.)"""
-        batch = self.config.examples(key, batch_size)
-        if self.mesh is None:
-            return batch
-        cut = NamedSharding(self.mesh, PartitionSpec("data"))
-        tokens, targets = (jax.lax.with_sharding_constraint(a, cut) for a in (batch.tokens, batch.targets))
-        return batch._replace(tokens=tokens, targets=targets)
-
     @property
     def shapes(self) -> TrainState:
         """Shapes and dtypes of a state, without computing one."""
@@ -350,24 +337,76 @@ class Trainer:
     def _loss(self, model: Transformer, batch: Examples) -> Float[Array, ""]:
         return jnp.sum(self.loss_by_position(model, batch)) / jnp.sum(batch.predicts)
 
+    def _over_devices(
+        self, measure: Callable[[Transformer, Examples], T]
+    ) -> Callable[[Transformer, Examples], T]:
+        """The same for a batch that is cut over the devices. What is measured are means over its sequences."""
+        if self.mesh is None:
+            return measure
+
+        def on_one(models: Transformer, batch: Examples) -> T:
+            return jax.lax.pmean(measure(models, batch), "data")
+
+        def on_all(models: Transformer, batch: Examples) -> T:
+            cut = PartitionSpec(*[None] * (batch.tokens.ndim - 3), "data")
+            whole: Any = PartitionSpec()
+            specs = (whole, batch._replace(tokens=cut, targets=cut, predicts=whole))  # pyright: ignore
+            return jax.shard_map(on_one, mesh=self.mesh, in_specs=specs, out_specs=whole, check_vma=False)(
+                models, batch
+            )
+
+        return on_all
+
+    def _slopes(self, models: Transformer, batch: Examples) -> tuple[Float[Array, " seed"], Transformer]:
+        """Losses and their gradients; on a CPU in parts whose activations stay near its cores."""
+        slopes = jax.vmap(jax.value_and_grad(self._loss))
+        seeds, sequences, length = batch.tokens.shape[:3]
+        parts = 1 if jax.default_backend() != "cpu" else _parts(sequences, length)
+        if parts == 1:
+            return slopes(models, batch)
+
+        def add(total, part: tuple[Array, Array]):
+            one = slopes(models, batch._replace(tokens=part[0], targets=part[1]))
+            return jax.tree.map(jnp.add, total, one), None
+
+        nothing = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(slopes, models, batch)
+        )
+        cut: Any = tuple(
+            jnp.moveaxis(a.reshape(seeds, parts, -1, *a.shape[2:]), 1, 0)
+            for a in (batch.tokens, batch.targets)
+        )
+        total, _ = jax.lax.scan(add, nothing, cut)
+        return jax.tree.map(lambda leaf: leaf / parts, total)
+
+    def step(
+        self, models: Transformer, state: PyTree, batch: Examples
+    ) -> tuple[Transformer, PyTree, Float[Array, " seed"]]:
+        """One step on given sequences, which have an axis of seeds too: models and their optimizer's state after it,
+        and the losses before it."""
+        optimizer = self.config.train.optimizer.build()
+        losses, gradients = self._over_devices(self._slopes)(models, batch)
+
+        def descend(model: Any, state: PyTree, gradient: Any) -> tuple[Any, PyTree]:
+            updates, state = optimizer.update(gradient, state, model)
+            return optax.apply_updates(model, updates), state
+
+        models, state = jax.vmap(descend)(models, state, gradients)
+        return models, state, losses
+
     @cached_property
     def advance(self) -> Callable[[TrainState, int], Advanced]:
         """Some steps more, for all seeds. The given state is used up."""
         config = self.config
-        step = descend(
-            self._loss,
-            lambda key: self._examples(key, config.train.batch_size),
-            config.train.optimizer.build(),
-        )
 
         def one_step(i: Array, carry: Advanced) -> Advanced:
             models, optimizer, at, loss_sum = carry.state
 
-            def one_seed(model, optimizer, key):
+            def draw(key: PRNGKeyArray) -> Examples:
                 train_key = jax.random.split(key)[1]
-                return step(model, optimizer, jax.random.fold_in(train_key, at))
+                return config.examples(jax.random.fold_in(train_key, at), config.train.batch_size)
 
-            models, optimizer, loss = jax.vmap(one_seed)(models, optimizer, self._seed_keys)
+            models, optimizer, loss = self.step(models, optimizer, jax.vmap(draw)(self._seed_keys))
             failed = jnp.where((carry.failed < 0) & ~jnp.isfinite(loss), at, carry.failed)
             return Advanced(TrainState(models, optimizer, at + 1, loss_sum + loss), loss, failed)
 
@@ -396,10 +435,14 @@ class Trainer:
         return self._measure(FINAL, train.final_sequences // train.eval_batch_size)
 
     def _measure(self, seed: int, batches: int) -> Callable[[Transformer], Float[Array, "seed time"]]:
+        losses = self._over_devices(
+            lambda models, batch: jax.vmap(lambda model: self.loss_by_position(model, batch))(models)
+        )
+
         def measure(models: Transformer) -> Array:
             def one_batch(total: Array, key: PRNGKeyArray) -> tuple[Array, None]:
-                batch = self._examples(key, self.config.train.eval_batch_size)
-                return total + jax.vmap(lambda model: self.loss_by_position(model, batch))(models), None
+                batch = self.config.examples(key, self.config.train.eval_batch_size)
+                return total + losses(models, batch), None
 
             start = jnp.zeros((self.config.train.seeds, self.config.task.length), jnp.float32)
             total, _ = jax.lax.scan(one_batch, start, jax.random.split(jax.random.key(seed), batches))
