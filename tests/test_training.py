@@ -1,6 +1,9 @@
 """The training engine against plain numpy, and the promises of running many seeds as one program."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -188,3 +191,30 @@ def test_a_loss_that_is_not_finite_is_noticed_at_its_step():
     # The first loss is finite and so are the weights after it (about 1e30); the second loss is not.
     assert (np.asarray(first.failed) == -1).all()
     assert (np.asarray(trainer.advance(first.state, 3).failed) == 1).all()
+
+
+def test_batches_are_cut_over_the_cores_unless_a_step_calls_lapack():
+    """A process whose CPU is divided: the same losses as undivided, but for rounding."""
+    program = """
+import jax
+from mesascope.presets import preset
+from mesascope.training import Trainer, divide_cpu, over_the_cores
+from tests.test_training import tiny
+divide_cpu()
+assert len(jax.devices()) == 3
+cut = over_the_cores(tiny(batch_size=6, eval_batch_size=6, final_sequences=6))
+assert cut.mesh.size == 3
+assert over_the_cores(tiny(batch_size=4, eval_batch_size=2, final_sequences=2)).mesh.size == 2
+assert over_the_cores(tiny(batch_size=5, eval_batch_size=4, final_sequences=4)).mesh is None
+assert over_the_cores(preset("contracting-linear-1")).mesh is None
+for trainer in (cut, Trainer(cut.config)):
+    state = trainer.advance(trainer.start(), 20).state
+    print(*state.loss_sum, *trainer.measure(state.models)["eval_loss"])
+"""
+    environment = os.environ | {"MESASCOPE_CORES": "3", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    several, one = (np.array(line.split(), float) for line in done.stdout.splitlines())
+    np.testing.assert_allclose(several, one, rtol=1e-5)

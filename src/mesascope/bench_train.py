@@ -23,12 +23,19 @@ from mesascope.models import Softmax, Transformer
 from mesascope.parts import positions
 from mesascope.presets import preset
 from mesascope.runs import fit
-from mesascope.training import Config, Constant, Trainer, half_squared_errors, with_train
+from mesascope.training import (
+    Config,
+    Constant,
+    Trainer,
+    half_squared_errors,
+    over_the_cores,
+    with_train,
+)
 
 
 def step_milliseconds(configs: dict[str, Config], *, repeats: int) -> dict[str, np.ndarray]:
     """Milliseconds per training step, sampling included: one sample per round, rounds in turn."""
-    trainers = {name: Trainer(config) for name, config in configs.items()}
+    trainers = {name: over_the_cores(config) for name, config in configs.items()}
     states = {name: trainer.start() for name, trainer in trainers.items()}
     count: dict[str, int] = {}
     for name, trainer in trainers.items():
@@ -179,7 +186,7 @@ def our_step(
     model: Transformer, config: Config, tokens: np.ndarray, targets: np.ndarray
 ) -> Callable[[], float]:
     """Like `torch_step`, ours: one model, one given batch."""
-    trainer = Trainer(config)
+    trainer = over_the_cores(config)
     batch = config.examples(jax.random.key(0), len(tokens))
     batch = batch._replace(tokens=jnp.asarray(tokens), targets=jnp.asarray(targets))
     batch = jax.tree.map(lambda a: jnp.asarray(a)[None], batch)

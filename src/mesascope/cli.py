@@ -76,7 +76,9 @@ class BenchTrain:
 
     def run(self) -> None:
         from mesascope.bench_train import bench_train
+        from mesascope.training import divide_cpu
 
+        divide_cpu()
         bench_train(
             presets=self.presets,
             variant=self.variant,
@@ -274,6 +276,7 @@ class Train:
         from mesascope.presets import preset
         from mesascope.runs import Run, Sink, fit, keep_compiled
         from mesascope.store import with_field
+        from mesascope.training import divide_cpu
 
         config = preset(self.preset, self.variant) if config is None else config
         for assignment in self.set:
@@ -285,6 +288,8 @@ class Train:
             chosen.append(partial(sinks.WeightsAndBiases, self.wandb))
         if self.data_parallel:
             parallel.join()
+        else:
+            divide_cpu()
         keep_compiled(self.runs)
         began = time.monotonic()
         run = (parallel.fit if self.data_parallel else fit)(

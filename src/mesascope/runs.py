@@ -42,7 +42,7 @@ from mesascope import __version__, released, store
 from mesascope.language.training import LanguageConfig, LanguageTrainer
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
-from mesascope.training import Config, TrainConfig, Trainer, TrainState
+from mesascope.training import Config, TrainConfig, Trainer, TrainState, over_the_cores
 from mesascope.untrusted import LONGEST_JSON, check, parse_json, read_bytes
 
 PACKAGE = Path(__file__).parent
@@ -165,9 +165,7 @@ class Run:
         return {int(path.stem.removeprefix("step-")): self._read_models(path) for path in paths}
 
     def _read_models(self, path: Path) -> Any:
-        return jax.tree.map(
-            jnp.asarray, store.read_arrays(path, released.shapes(_trainer(self.config)).models)
-        )
+        return jax.tree.map(jnp.asarray, store.read_arrays(path, released.shapes(_alone(self.config)).models))
 
     def _must_be_finished(self) -> None:
         if not self.finished:
@@ -309,7 +307,12 @@ def keep_compiled(runs: str | Path) -> None:
 @lru_cache(maxsize=4)
 def _trainer(config: Config | LanguageConfig, data: str | None = None) -> Trainer | LanguageTrainer:
     """So that going on within one process does not compile again."""
-    return LanguageTrainer(config, data) if isinstance(config, LanguageConfig) else Trainer(config)
+    return LanguageTrainer(config, data) if isinstance(config, LanguageConfig) else over_the_cores(config)
+
+
+def _alone(config: Config | LanguageConfig) -> Trainer | LanguageTrainer:
+    """Only to know shapes."""
+    return LanguageTrainer(config) if isinstance(config, LanguageConfig) else Trainer(config)
 
 
 def _train(

@@ -8,6 +8,7 @@ that gradient descent tunes.
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -275,6 +276,37 @@ def _parts(sequences: int, length: int) -> int:
     return next(n for n in range(-(-sequences // most), sequences + 1) if sequences % n == 0)
 
 
+def over_the_cores(config: Config) -> "Trainer":
+    """A trainer that cuts every batch over the devices that this CPU was divided into, if it was (`divide_cpu`).
+
+    As many of them as batches can be cut over; one, where a step calls LAPACK, which several would wait for forever.
+    """
+    trainer, devices = Trainer(config), jax.local_devices()
+    if jax.default_backend() != "cpu" or len(devices) == 1 or trainer.calls_lapack:
+        return trainer
+    share = math.gcd(config.train.batch_size, config.train.eval_batch_size)
+    count = max(n for n in range(1, len(devices) + 1) if share % n == 0)
+    return trainer if count == 1 else Trainer(config, Mesh(np.array(devices[:count]), ("data",)))
+
+
+def divide_cpu() -> None:
+    """Make each core of a CPU a device of its own, unless their number has been set; before JAX is asked for devices.
+
+    One device keeps little more than one and a half cores busy with the steps of small models.
+    """
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not forced and jax.config.jax_num_cpu_devices < 1:  # pyright: ignore
+        jax.config.update("jax_num_cpu_devices", cores())
+
+
+CORES = "MESASCOPE_CORES"
+
+
+def cores() -> int:
+    """That this process may use: all it is given, or as many as this variable says."""
+    return int(os.environ.get(CORES, len(os.sched_getaffinity(0))))
+
+
 class Trainer:
     """The compiled functions of one experiment. None of them is compiled twice, whatever the number of steps.
 
@@ -394,9 +426,13 @@ class Trainer:
         models, state = jax.vmap(descend)(models, state, gradients)
         return models, state, losses
 
-    @cached_property
+    @property
     def advance(self) -> Callable[[TrainState, int], Advanced]:
         """Some steps more, for all seeds. The given state is used up."""
+        return lambda state, steps: self._many_steps(state, jnp.asarray(steps, jnp.int32))
+
+    @cached_property
+    def _many_steps(self) -> Any:
         config = self.config
 
         def one_step(i: Array, carry: Advanced) -> Advanced:
@@ -421,7 +457,13 @@ class Trainer:
             # Weights that are not finite make the next loss so.
             return done._replace(failed=jnp.where((done.failed < 0) & ~sound, done.state.step, done.failed))
 
-        return lambda state, steps: many_steps(state, jnp.asarray(steps, jnp.int32))
+        return many_steps
+
+    @property
+    def calls_lapack(self) -> bool:
+        """Whether a step does, where the device is a CPU."""
+        text = self._many_steps.lower(self.shapes, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+        return "@lapack_" in text or "@blas_" in text
 
     @cached_property
     def evaluate(self) -> Callable[[Transformer], Float[Array, "seed time"]]:

@@ -7,6 +7,7 @@ import pytest
 from scipy.special import erf
 
 from mesascope.tasks import MLP, Contracting, Dynamics
+from mesascope.tasks.dynamics import haar
 
 FAMILIES = ("linear", "partially_observed", "nonlinear", "contracting", "fixed_teacher")
 VARIANTS = ("as_run", "as_written")
@@ -70,6 +71,17 @@ def test_the_authors_own_sequences():
             halves.append(0.5 * (s.observations[:, 1] ** 2).sum() / 256)
     assert abs(np.mean(halves) - 1.67609) < 1e-5
     assert abs(np.std(halves) - 0.0271417) < 1e-6
+
+
+@pytest.mark.parametrize("dim", [1, 2, 10, 60])
+def test_matrices_are_made_orthogonal_as_by_lapack(dim):
+    key = jax.random.key(3)
+    ours = np.asarray(haar(key, dim, 50), np.float64)
+    gram = np.swapaxes(ours, 1, 2) @ ours
+    np.testing.assert_allclose(gram, np.broadcast_to(np.eye(dim), gram.shape), atol=2e-6)
+    drawn = np.asarray(jax.random.normal(key, (50, dim, dim), jnp.float32), np.float64)
+    q, r = np.linalg.qr(drawn)
+    np.testing.assert_allclose(ours, q * np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None], atol=1e-3)
 
 
 def test_orthogonal_matrices_are_haar():

@@ -61,7 +61,7 @@ class Orthogonal:
     def __call__(
         self, batch_size: int, dim: int, *, key: PRNGKeyArray, spectrum_key: PRNGKeyArray
     ) -> Float[Array, "batch state state"]:
-        return jax.random.orthogonal(key, dim, (batch_size,), jnp.float32)
+        return haar(key, dim, batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +287,33 @@ def by_variant(variant: str, as_run: dict, as_written: dict) -> dict:
     if variant not in ("as_run", "as_written"):
         raise ValueError(f"variant: expected 'as_run' or 'as_written', got {variant!r}.")
     return as_run if variant == "as_run" else as_written
+
+
+def haar(key: PRNGKeyArray, dim: int, count: int) -> Float[Array, "count dim dim"]:
+    """Orthogonal matrices, independent and uniform."""
+    return jax.lax.platform_dependent(
+        key,
+        cpu=lambda key: _orthonormal(jax.random.normal(key, (count, dim, dim), jnp.float32)),
+        default=lambda key: jax.random.orthogonal(key, dim, (count,), jnp.float32),
+    )
+
+
+def _orthonormal(matrices: Float[Array, "count row column"]) -> Float[Array, "count row column"]:
+    """Their columns made orthonormal one after the other, each twice against those before it.
+
+    That is Q of QR with a positive diagonal, as `jax.random.orthogonal` has it, without LAPACK: several devices of one
+    CPU that call it at the same time may wait for each other forever.
+    """
+    columns = jnp.swapaxes(matrices, 1, 2)
+
+    def add(j: Array, found: Array) -> Array:
+        new = jax.lax.dynamic_index_in_dim(columns, j, 1, keepdims=False)
+        for _ in range(2):
+            new = new - jnp.sum(found * jnp.sum(found * new[:, None], -1, keepdims=True), 1)
+        new = new / jnp.linalg.norm(new, axis=-1, keepdims=True)
+        return jax.lax.dynamic_update_index_in_dim(found, new, j, 1)
+
+    return jnp.swapaxes(jax.lax.fori_loop(0, columns.shape[1], add, jnp.zeros_like(columns)), 1, 2)
 
 
 def matvec(matrix: Float[Array, "*batch out in"], vector: Float[Array, "*batch in"]) -> Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from mesascope.tasks.dynamics import Distribution, Normal, Uniform, by_variant, matvec
+from mesascope.tasks.dynamics import Distribution, Normal, Uniform, by_variant, haar, matvec
 
 
 class Layout(NamedTuple):
@@ -124,7 +124,7 @@ class FewShot:
 
     def _task(self, key: PRNGKeyArray, batch_size: int) -> tuple[Array, Array, Array]:
         w_key, x_key = jax.random.split(key)
-        w = jax.random.orthogonal(w_key, self.dim, (batch_size,), jnp.float32)
+        w = haar(w_key, self.dim, batch_size)
         x = self.inputs((batch_size, self.pairs, self.dim), key=x_key)
         noise = jax.random.normal(key, x.shape[1:] if self.noise_shared else x.shape, jnp.float32)
         return x, matvec(w[:, None], x) + self.noise * noise, w
