@@ -249,7 +249,7 @@ def make_spec(folder: Path) -> None:
 def of_spec(name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         pieces = read_spec(folder / name, runs=folder)
-        assert all(folder_of(piece).parent == folder / ".sweeps" for piece in pieces), (
+        assert all(folder_of(piece).path.parent == folder / ".sweeps" for piece in pieces), (
             "a piece outside of its folder"
         )
         return [piece.name for piece in pieces]

@@ -21,7 +21,7 @@ import mesascope
 from mesascope import runs, sinks
 from mesascope.runs import Run, RunError, find, fit, load
 from mesascope.show import list_presets, list_runs, show_run
-from mesascope.store import StoreError, read_arrays, read_metadata
+from mesascope.store import StoreError, locked, read_arrays, read_metadata
 from mesascope.training import AdamW, Constant, Trainer
 from tests.test_training import tiny
 
@@ -326,7 +326,10 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
 
 def test_two_processes_do_not_train_one_run(tmp_path):
     run = stopped(tiny(steps=40), tmp_path)
-    with run._locked(), pytest.raises(RunError, match="is being trained by another process"):
+    with (
+        locked(run.path, field="runs", doing="trained"),
+        pytest.raises(RunError, match="is being trained by another process"),
+    ):
         fit(tiny(steps=40), runs=tmp_path)
 
 

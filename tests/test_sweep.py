@@ -68,7 +68,7 @@ def test_every_combination(tmp_path):
     assert type(piece.config.model.blocks[0].mixer).__name__ == "Mesa"
     (piece,) = read_spec(spec(tmp_path / "b.toml", 'presets = ["mesa-1"]'), runs=tmp_path)
     assert piece.config == preset("mesa-1")
-    assert store.from_dict(json.loads(Job(piece=piece, folder="x", attempt=1).to_text()), Job).piece == piece
+    assert store.from_dict(json.loads(Job(piece=piece, attempt=1).to_text()), Job).piece == piece
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,10 @@ def small(where, **train):
 def test_work(tmp_path):
     """In this process: a worker trains, goes on, finds it done; says what cannot succeed, and what is busy."""
     piece = small(tmp_path)
-    folder = folder_of(piece)
+    folder = folder_of(piece).path
 
     def job(piece, attempt=1, max_minutes=None):
-        return Job(
-            piece=piece, folder=str(folder_of(piece)), attempt=attempt, max_minutes=max_minutes
-        ).to_text()
+        return Job(piece=piece, attempt=attempt, max_minutes=max_minutes).to_text()
 
     assert work(job(piece, max_minutes=0.0)) == OUT_OF_TIME
     assert not piece.is_done
@@ -142,11 +140,11 @@ def test_work(tmp_path):
         runs=str(tmp_path),
     )
     assert work(job(diverging)) == HOPELESS
-    assert "training diverged" in (folder_of(diverging) / "log").read_text()
+    assert "training diverged" in (folder_of(diverging).path / "log").read_text()
     other = small(tmp_path, steps=13)
-    with runs.Run(runs.path_of(other.config, tmp_path))._locked():
+    with store.locked(runs.path_of(other.config, tmp_path), field="runs", doing="trained"):
         assert work(job(other)) == BUSY
-    with store.locked(folder_of(other), field="runs", doing="worked on"):
+    with store.locked(folder_of(other).path, field="runs", doing="worked on"):
         assert work(job(other)) == BUSY
         assert status([other])[0].state == "running"
     assert status([other])[0].state == "waiting"
@@ -197,7 +195,7 @@ def test_what_is_tried_again(tmp_path, monkeypatch):
     report(status([first, second, third]), console)
     told = console.export_text()
     assert "1 done, 0 running, 0 waiting, 2 failed" in told
-    assert str(folder_of(second) / "log") in told.replace("\n", "")
+    assert str(folder_of(second).path / "log") in told.replace("\n", "")
     # Asked for again, what is done stays, and what failed has all its attempts again.
     outcomes = sweep([first, third], Instant(2), console=plain())
     assert [(o.state, o.attempts) for o in outcomes] == [("done", 2), ("failed", 1)]
@@ -299,7 +297,7 @@ def wait_for(condition, seconds=120):
 def worker_of(piece):
     """The process that is at a piece: the last that its log names."""
     try:
-        lines = (folder_of(piece) / "log").read_text().splitlines()
+        lines = (folder_of(piece).path / "log").read_text().splitlines()
     except FileNotFoundError:
         return None
     starts = [line for line in lines if line.startswith("--- attempt")]
@@ -311,7 +309,7 @@ def undisturbed(pieces, where):
     code = "import sys; from mesascope.sweep.worker import work; sys.exit(work(sys.stdin.read()))"
     for piece in pieces:
         alone = TrainingRun(config=piece.config, runs=str(where))
-        job = Job(piece=alone, folder=str(folder_of(alone)), attempt=1).to_text()
+        job = Job(piece=alone, attempt=1).to_text()
         subprocess.run([sys.executable, "-c", code], input=job, text=True, env=ENVIRONMENT, check=True)
     return [contents(runs.Run(runs.path_of(piece.config, where))) for piece in pieces]
 
@@ -337,7 +335,7 @@ def kill_a_worker(where, tmp_path):
     assert driving.returncode == 0, out + err
     assert "ended before its end; started again from its last checkpoint" in out
     assert "2 done" in out
-    log = (folder_of(pieces[0]) / "log").read_text()
+    log = (folder_of(pieces[0]).path / "log").read_text()
     assert "going on at step" in log.partition("--- attempt 2")[2]
     found = [contents(runs.Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]
     assert found == undisturbed(pieces, tmp_path / "alone")
@@ -397,6 +395,6 @@ def test_two_sweeps_at_once(tmp_path):
     assert [process.returncode for process in both] == [0, 0], told
     pieces = read_spec(path, runs=tmp_path / "runs")
     for piece in pieces:
-        assert (folder_of(piece) / "log").read_text().count("step 20000/20000") == 1
+        assert (folder_of(piece).path / "log").read_text().count("step 20000/20000") == 1
     found = [contents(runs.Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]
     assert found == undisturbed(pieces, tmp_path / "alone")

@@ -145,8 +145,8 @@ class Reproduce:
     see that it runs."""
     out: Path = Path("report")
     """Directory of the page, figures, arrays and claims."""
-    runs: Path = Path("runs")
-    """Directory of trained models."""
+    runs: str = "runs"
+    """Directory of trained models, or a URL (extra: remote)."""
     data: Path | None = None
     """Folder of a prepared corpus, for language models."""
     fresh: bool = False
@@ -207,9 +207,10 @@ class Reproduce:
             sys.exit(1)
 
     def _place(self, place: str, console: "Console") -> None:
+        from mesascope.mirror import absolute
         from mesascope.sweep import figure_pieces
 
-        out, runs = self.out.absolute(), self.runs.absolute()
+        out, runs = self.out.absolute(), absolute(self.runs)
         data = None if self.data is None else self.data.absolute()
         pieces = figure_pieces(self.figures, scale=self.preset, out=out, run_directory=runs, data=data)
         if self.fresh:
@@ -252,8 +253,8 @@ class Train:
     """As the authors' released code ran it, or as the paper's text has it."""
     seeds: int | None = None
     """How many models to train side by side (train.seeds)."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL such as s3://BUCKET/runs (extra: remote)."""
     fresh: bool = False
     """Forget what there is of this run and begin again."""
     max_minutes: float | None = None
@@ -317,8 +318,8 @@ class Sweep:
     """A TOML or JSON file: `presets`, and if wanted `variants`, `seeds`, `at_once`, `set` and `over`."""
     executor: str = "local"
     """Where: `local` or `local:4` (processes of this machine), `ray` or `ray://HOST:PORT`, `slurm`."""
-    runs: Path = Path("runs")
-    """Directory of runs; of all machines, where there are several."""
+    runs: str = "runs"
+    """Directory of runs, or a URL (extra: remote); of all machines, where there are several."""
     retries: int = 2
     """How often a run is started again whose process died; it goes on from its last checkpoint."""
     max_minutes: float | None = None
@@ -329,11 +330,12 @@ class Sweep:
     def run(self) -> None:
         from rich.console import Console
 
+        from mesascope.mirror import absolute
         from mesascope.sweep import read_spec
 
         if self.retries < 0:
             raise ValueError(f"retries: expected 0 or more, got {self.retries}.")
-        runs = self.runs.absolute()
+        runs = absolute(self.runs)
         pieces = read_spec(self.spec, runs=runs, save_seconds=self.save_seconds)
         _sweep(pieces, self.executor, runs, self.max_minutes, self.retries, Console())
 
@@ -344,15 +346,16 @@ class SweepStatus:
 
     spec: tyro.conf.Positional[Path]
     """The file that it was started with."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL such as s3://BUCKET/runs (extra: remote)."""
 
     def run(self) -> None:
         from rich.console import Console
 
+        from mesascope.mirror import absolute
         from mesascope.sweep import read_spec, report, status
 
-        outcomes = status(read_spec(self.spec, runs=self.runs.absolute()))
+        outcomes = status(read_spec(self.spec, runs=absolute(self.runs)))
         report(outcomes, Console())
         if any(outcome.state == "failed" for outcome in outcomes):
             sys.exit(1)
@@ -361,15 +364,16 @@ class SweepStatus:
 def _sweep(
     pieces: "Sequence[Piece]",
     place: str,
-    runs: Path,
+    runs: str,
     max_minutes: float | None,
     retries: int,
     console: "Console",
 ) -> None:
     """All pieces; exits if they are not done afterwards."""
+    from mesascope.mirror import directory
     from mesascope.sweep import executor, report, sweep
 
-    where = executor(place, folder=runs / ".sweeps")
+    where = executor(place, folder=directory(runs) / ".sweeps")
     try:
         outcomes = sweep(pieces, where, retries=retries, max_minutes=max_minutes, console=console)
     finally:
@@ -384,8 +388,8 @@ def _sweep(
 class List:
     """The figures, the presets, and the runs there are."""
 
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL such as s3://BUCKET/runs (extra: remote)."""
 
     def run(self) -> None:
         from mesascope.show import list_experiments, list_language_presets, list_presets, list_runs
@@ -402,8 +406,8 @@ class Show:
 
     run_or_name: tyro.conf.Positional[str]
     """Its directory, or its name (or how that begins)."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL such as s3://BUCKET/runs (extra: remote)."""
 
     def run(self) -> None:
         from mesascope.runs import find

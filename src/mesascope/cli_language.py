@@ -71,8 +71,8 @@ class TrainLanguageModel:
     """How many models to train (train.seeds)."""
     resets: bool = False
     """Nothing reaches from one document into the next."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL (extra: remote)."""
     fresh: bool = False
     """Forget what there is of this run and begin again."""
     max_minutes: float | None = None
@@ -129,8 +129,8 @@ class Rates:
     """Which."""
     part: float = 0.1
     """Of the steps."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL (extra: remote)."""
 
     def run(self) -> None:
         from rich.console import Console
@@ -159,8 +159,8 @@ class Evaluate:
     """A run's directory, or its name (or how that begins)."""
     data: Path
     """Folder of the corpus it was trained on."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL (extra: remote)."""
     out: Path | None = None
     """Also write the numbers to this JSON file."""
 
@@ -202,8 +202,8 @@ class Sample:
     """Of the drawing of tokens."""
     model: int = 0
     """Which of the run's models."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL (extra: remote)."""
 
     def run(self) -> None:
         import jax

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mesascope.models import Transformer
-from mesascope.runs import Run, interrupts, path_of
+from mesascope.runs import Run, folder_of, interrupts
 from mesascope.runs import fit as fit_alone
 from mesascope.training import Advanced, Config, Trainer, TrainState, everywhere
 
@@ -53,7 +53,7 @@ def fit(config: Config, *, runs: Any = "runs", console: Any = None, **options: A
     trainer = Trainer(config, Mesh(np.array(jax.devices()), ("data",)))
     if jax.process_index() != 0:
         _follow(trainer)
-        return Run(path_of(config, runs))
+        return Run(folder_of(config, runs).seen(weights=False))
     leader = Leader(trainer)
     try:
         return fit_alone(config, runs=runs, console=console, trainer=cast(Trainer, leader), **options)

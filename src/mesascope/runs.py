@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from mesascope import __version__, released, store
+from mesascope import __version__, mirror, released, store
 from mesascope.language.training import LanguageConfig, LanguageTrainer
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
@@ -179,16 +179,13 @@ class Run:
         paths = (self.path / "checkpoint.safetensors", self.path / "checkpoint.previous.safetensors")
         return [path for path in paths if path.exists()]
 
-    def _locked(self) -> AbstractContextManager[None]:
-        return store.locked(self.path, field="runs", doing="trained", error=RunError, busy=BusyError)
-
     def _clear(self) -> None:
         # What would make the rest look finished goes first, should this be cut short.
         first = ("result.json", "checkpoint.safetensors", "checkpoint.previous.safetensors")
         for path in sorted(self.path.iterdir(), key=lambda path: path.name not in first):
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != ".lock":
+            elif not path.name.startswith("."):  # the lock, and what is known of copies
                 path.unlink()
 
     def _save(self, state: TrainState) -> None:
@@ -239,7 +236,7 @@ def fit(
 
     Args:
         data: folder of the prepared corpus, where a configuration reads one.
-        runs: directory of runs.
+        runs: directory of runs, or a URL that fsspec knows (see `mirror`).
         fresh: forget what there is of this run and begin again.
         max_minutes: stop cleanly after so many; the same call goes on later.
         save_seconds: time between checkpoints. It has no influence on the result.
@@ -255,11 +252,14 @@ def fit(
         BusyError: another process is training it.
         StoreError: a file could not be written.
     """
-    run = Run(path_of(config, runs))
+    folder = folder_of(config, runs)
+    run = Run(folder.path)
     progress = progress_on(console)
-    with run._locked():
+    held = folder.held(field="runs", doing="trained", error=RunError, busy=BusyError, note=progress.note)
+    with held, folder.mirrored():
         if fresh:
             run._clear()
+            folder.push()
         for torn in run.path.glob("**/.*.tmp"):  # of a process that was killed while it wrote
             torn.unlink()
         _check_source(run, progress)
@@ -284,7 +284,7 @@ def fit(
         opened: list[Sink] = []
         try:
             opened += [sink(run, int(state.step)) for sink in sinks]
-            _train(run, trainer, state, progress, max_minutes, save_seconds, opened)
+            _train(run, folder, trainer, state, progress, max_minutes, save_seconds, opened)
         finally:
             progress.stop()
             for sink in opened:
@@ -300,7 +300,7 @@ def keep_compiled(runs: str | Path) -> None:
     also begins sooner. A cache that has been set up already (`JAX_COMPILATION_CACHE_DIR`) is used as it is.
     """
     if jax.default_backend() == "gpu" and jax.config.jax_compilation_cache_dir is None:  # pyright: ignore
-        jax.config.update("jax_compilation_cache_dir", str(Path(runs).absolute() / ".compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(mirror.directory(runs).absolute() / ".compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
@@ -317,6 +317,7 @@ def _alone(config: Config | LanguageConfig) -> Trainer | LanguageTrainer:
 
 def _train(
     run: Run,
+    folder: mirror.Folder,
     trainer: Trainer | LanguageTrainer,
     state: TrainState,
     progress: Progress,
@@ -360,6 +361,7 @@ def _train(
             out_of_time = max_minutes is not None and now - began > 60 * max_minutes
             if interrupted or out_of_time or now - last_save > save_seconds:
                 run._save(state)
+                _send(folder, progress)
                 last_save = now
             if interrupted or out_of_time:
                 why = "interrupted" if interrupted else f"stopped after {max_minutes:g} minutes"
@@ -385,6 +387,14 @@ def _train(
     for path in run._checkpoints:
         path.unlink()
     progress.finished(run.path, np.array(run.result["loss"]))
+
+
+def _send(folder: mirror.Folder, progress: Progress) -> None:
+    """What is saved here need not be at a URL at once."""
+    try:
+        folder.push()
+    except StoreError as error:
+        progress.note(f"{error} Training goes on, and this is sent with the next checkpoint.")
 
 
 def _conclude(run: Run, trainer: Trainer | LanguageTrainer, models: Any) -> None:
@@ -641,29 +651,33 @@ def _note_changes(run: Run, step: int, progress: Progress) -> None:
         store.write_json(run.path / "provenance.json", made)
 
 
+def folder_of(config: Config | LanguageConfig, runs: str | Path = "runs") -> mirror.Folder:
+    """The folder of a configuration's run, in a directory or at a URL."""
+    return mirror.at(runs, f"{config.name}-{store.digest(config)}")
+
+
 def path_of(config: Config | LanguageConfig, runs: str | Path = "runs") -> Path:
-    """The directory of a configuration's run."""
-    return Path(runs) / f"{config.name}-{store.digest(config)}"
+    """The directory of a configuration's run, on this machine."""
+    return folder_of(config, runs).path
 
 
 def find(run_or_name: str | Path, *, runs: str | Path = "runs") -> Run:
-    """The run in that directory, or the one run whose name begins so."""
-    path = Path(run_or_name)
-    if (path / "config.json").exists():
-        return Run(path)
-    there = sorted(p.parent for p in Path(runs).glob("*/config.json"))
-    found = [p for p in there if str(run_or_name) and p.name.startswith(str(run_or_name))]
-    exact = [p for p in found if p.name.rpartition("-")[0] == str(run_or_name)]
+    """The run in that directory or at that URL, or the one run whose name begins so."""
+    if mirror.is_url(run_or_name):
+        runs, _, run_or_name = str(run_or_name).rstrip("/").rpartition("/")
+    elif (Path(run_or_name) / "config.json").exists():
+        return Run(Path(run_or_name))
+    there = mirror.names(runs)
+    found = [name for name in there if str(run_or_name) and name.startswith(str(run_or_name))]
+    exact = [name for name in found if str(run_or_name) in (name, name.rpartition("-")[0])]
     found = exact or found
     if len(found) == 1:
-        return Run(found[0])
+        return Run(mirror.at(runs, found[0]).seen())
     if found:
-        raise RunError(
-            f"{run_or_name!r} is one of several runs: {', '.join(p.name for p in found)}. Which one?"
-        )
+        raise RunError(f"{run_or_name!r} is one of several runs: {', '.join(found)}. Which one?")
     raise RunError(
         f"there is no run {str(run_or_name)!r} in {runs}. "
-        f"There {'are: ' + ', '.join(p.name for p in there) if there else 'is none'}."
+        f"There {'are: ' + ', '.join(there) if there else 'is none'}."
     )
 
 
@@ -672,8 +686,8 @@ def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -
     `LanguageConfig`.
 
     Args:
-        run_or_name: a run's directory, or its name (or how it begins) in `runs`; if there is none, the model of that
-            name that comes with the repository.
+        run_or_name: a run's directory or URL, or its name (or how it begins) in `runs`; if there is none, the model of
+            that name that comes with the repository.
         seed: which of its models.
     """
     try:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mesascope import mirror
 from mesascope.language import LANGUAGE_PRESETS, LanguageConfig, LanguageModel, language_preset
 from mesascope.language.training import OF
 from mesascope.models import Transformer
@@ -79,16 +80,16 @@ def list_experiments(console: Console | None = None) -> None:
     (console or Console()).print(table)
 
 
-def list_runs(runs: Path, console: Console | None = None) -> None:
+def list_runs(runs: str | Path, console: Console | None = None) -> None:
     """Every run in a directory."""
     console = console or Console()
-    paths = sorted(path.parent for path in runs.glob("*/config.json"))
-    if not paths:
+    there = mirror.names(runs)
+    if not there:
         console.print(f"no runs in {runs}", highlight=False)
         return
     table = Table("run", "seeds", "steps", "loss on fresh sequences", "made by", title=f"runs in {runs}")
     now = source_hash()
-    for run in map(Run, paths):
+    for run in (Run(mirror.at(runs, name).seen(weights=False)) for name in there):
         try:
             train = run.config.train
             loss = spread(np.array(run.result["loss"])) if run.finished else "not finished"

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.console import Console
 
-from mesascope import released, store
+from mesascope import mirror, released, store
 from mesascope.models import Transformer
 from mesascope.presets import Variant, preset
 from mesascope.runs import Run, fit
@@ -144,12 +144,12 @@ class Lab:
         self,
         scale: Scale,
         *,
-        runs: Path = Path("runs"),
+        runs: str | Path = "runs",
         data: Path | None = None,
         deadline: float | None = None,
         console: Console | None = None,
     ):
-        self.scale, self.runs, self.deadline, self.console = scale, Path(runs), deadline, console
+        self.scale, self.runs, self.deadline, self.console = scale, runs, deadline, console
         self.data = data
         self.inputs: dict[str, str] = {}
 
@@ -217,7 +217,11 @@ class Lab:
         if path != released.tuned_path(name) and not self._is_about(path, about):
             if self.scale.from_released and by_seed:
                 raise NotReleasedError(f"{name}, tuned,")
-            store.write_arrays(path, {n: np.asarray(a) for n, a in find().items()}, about=about)
+            folder = tuned_folder(self.runs, self.scale.name)
+            found = {n: np.asarray(a) for n, a in find().items()}
+            store.write_arrays(folder.path / path.name, found, about=about)
+            folder.send(path.name)
+            path = self._tuned_path(name)
         self._note(f"tuned/{name}")
         return store.read_named(path)
 
@@ -241,7 +245,7 @@ class Lab:
         path = released.tuned_path(name)
         if self.scale.from_released and path.exists():
             return path
-        return self.runs / ".tuned" / self.scale.name / f"{name}.safetensors"
+        return tuned_folder(self.runs, self.scale.name).fetch(f"{name}.safetensors")
 
     def digest(self, name: str) -> str | None:
         """Of a model's weights or of what was tuned, by its name in `inputs`; None if there is none."""
@@ -249,7 +253,10 @@ class Lab:
         if not is_plain_name(name):  # from a file that anybody may have written
             return None
         paths = {"released": released.weights_path, "tuned": self._tuned_path}
-        path = paths[where](name) if where in paths else self.runs / name / "weights.safetensors"
+        if where in paths:
+            path = paths[where](name)
+        else:
+            path = mirror.at(self.runs, name).fetch("weights.safetensors")
         return store.read_metadata(path)["sha256"] if path.exists() else None
 
     def used(self, run: Run) -> None:
@@ -271,3 +278,8 @@ class Lab:
         """
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTimeError("the time given is up.")
+
+
+def tuned_folder(runs: str | Path, scale: str) -> mirror.Folder:
+    """Where numbers lie that were tuned at a scale: beside the runs."""
+    return mirror.at(runs, f".tuned/{scale}")

@@ -15,7 +15,15 @@ from mesascope import experiments, released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import differences
-from mesascope.experiments.lab import SCALES, Lab, NoTextError, NotReleasedError, OutOfTimeError, Scale
+from mesascope.experiments.lab import (
+    SCALES,
+    Lab,
+    NoTextError,
+    NotReleasedError,
+    OutOfTimeError,
+    Scale,
+    tuned_folder,
+)
 from mesascope.experiments.panels import Curves, Drawing, Maps, Panel, draw
 from mesascope.experiments.results import Arrays, Result
 from mesascope.untrusted import StoreError, check
@@ -42,7 +50,7 @@ def reproduce(
     *,
     scale: Scale = SCALES["released"],
     out: Path = Path("report"),
-    run_directory: Path = Path("runs"),
+    run_directory: str | Path = "runs",
     data: Path | None = None,
     fresh: bool = False,
     max_minutes: float | None = None,
@@ -53,7 +61,7 @@ def reproduce(
     Args:
         names: of figures; none for all (at the scale "released": all that are).
         out: directory of what is made; each scale has its own folder in it.
-        run_directory: where trained models are kept.
+        run_directory: where trained models are kept: a directory or a URL.
         data: folder of a prepared corpus, for language models.
         fresh: compute finished pieces again (trained models stay).
         max_minutes: stop cleanly after so many.
@@ -173,11 +181,11 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
     return outcomes
 
 
-def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: Path) -> None:
+def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: str | Path) -> None:
     """Into `results/`: arrays, what was tuned for them, figures and claims. Claims of other figures stay."""
     for outcome in outcomes:
         for scale, name in _tuned_for(outcome.result):
-            path = run_directory / ".tuned" / scale / f"{name}.safetensors"
+            path = tuned_folder(run_directory, scale).fetch(f"{name}.safetensors")
             about = store.read_metadata(path)["about"]
             arrays = store.read_named(path)
             if json.loads(about)["by_seed"]:

@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mesascope import store
+from mesascope import mirror, store
 from mesascope.runs import interrupts
 from mesascope.sweep.executors import Executor, Running
 from mesascope.sweep.pieces import Job, Piece, folder_of
@@ -23,6 +24,7 @@ SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_WHILE_BUSY = 5.0
 SECONDS_TO_SAVE = 60.0
 LINES_OF_LOG = 12
+LOOKS_AT_ONCE = 32
 
 State = Literal["done", "running", "waiting", "failed"]
 
@@ -129,7 +131,7 @@ def _start(
     folder = folder_of(piece)
     _write(folder, "started", attempt)
     left = None if deadline is None else max(0.0, (deadline - time.monotonic()) / 60)
-    job = Job(piece=piece, folder=str(folder), attempt=attempt, max_minutes=left)
+    job = Job(piece=piece, attempt=attempt, max_minutes=left)
     _tell(console, f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""))
     return _Placed(piece, attempt, executor.start(job.to_text()))
 
@@ -150,8 +152,9 @@ def _settle(at: _Placed, ended: int, retries: int, console: Console) -> tuple[Pi
         return piece, at.attempt, time.monotonic() + SECONDS_WHILE_BUSY
     if ended == HOPELESS or at.attempt > retries:
         _write(folder, "failed", at.attempt)
-        _tell(console, f"{piece.name}: failed; the rest goes on. {folder / 'log'} ends with")
-        _tell(console, _end_of(folder / "log"), style="red")
+        log = folder.grown("log")
+        _tell(console, f"{piece.name}: failed; the rest goes on. {log} ends with")
+        _tell(console, _end_of(log), style="red")
         return None
     _tell(console, f"{piece.name}: ended before its end; started again from its last checkpoint")
     return piece, at.attempt + 1, 0.0
@@ -159,7 +162,8 @@ def _settle(at: _Placed, ended: int, retries: int, console: Console) -> tuple[Pi
 
 def status(pieces: Sequence[Piece]) -> list[Outcome]:
     """How pieces stand, whoever is at them."""
-    return [_status(piece) for piece in pieces]
+    with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:  # at a URL most of it is waiting
+        return list(pool.map(_status, pieces))
 
 
 def _status(piece: Piece) -> Outcome:
@@ -167,10 +171,10 @@ def _status(piece: Piece) -> Outcome:
     told, attempts = _read(folder)
     if piece.is_done:
         return Outcome(piece=piece, state="done", attempts=attempts)
-    if store.is_locked(folder):
+    if store.is_locked(folder.path) or piece.is_held:
         return Outcome(piece=piece, state="running", attempts=attempts, told=piece.stands_at)
     if told == "failed":
-        return Outcome(piece=piece, state="failed", attempts=attempts, told=_end_of(folder / "log"))
+        return Outcome(piece=piece, state="failed", attempts=attempts, told=_end_of(folder.grown("log")))
     return Outcome(piece=piece, state="waiting", attempts=attempts, told=piece.stands_at)
 
 
@@ -185,7 +189,7 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
         console.print(table)
     for outcome in outcomes:
         if outcome.state == "failed":
-            log = folder_of(outcome.piece) / "log"
+            log = folder_of(outcome.piece).grown("log")
             _tell(console, f"log: {log}")
     states = [outcome.state for outcome in outcomes]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("done", "running", "waiting", "failed"))
@@ -196,12 +200,13 @@ def _tell(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _write(folder: Path, state: str, attempts: int) -> None:
-    store.write_json(folder / "state.json", {"state": state, "attempts": attempts})
+def _write(folder: mirror.Folder, state: str, attempts: int) -> None:
+    store.write_json(folder.path / "state.json", {"state": state, "attempts": attempts})
+    folder.send("state.json")
 
 
-def _read(folder: Path) -> tuple[str, int]:
-    path = folder / "state.json"
+def _read(folder: mirror.Folder) -> tuple[str, int]:
+    path = folder.fetch("state.json")
     if not path.exists():
         return "", 0
     try:

@@ -13,12 +13,13 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from mesascope import experiments, store
+from mesascope import experiments, mirror, store
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab
 from mesascope.experiments.reproduce import compute_piece, is_kept, piece_path
 from mesascope.presets import PRESETS, Variant, preset
-from mesascope.runs import Run, fit, path_of
+from mesascope.runs import Run, fit
+from mesascope.runs import folder_of as run_folder
 from mesascope.training import Config, with_train
 from mesascope.untrusted import LONGEST_JSON, StoreError, check, read_bytes, read_json
 
@@ -30,7 +31,7 @@ class TrainingRun:
     """A configuration to be trained.
 
     Attributes:
-        runs: directory of runs.
+        runs: directory or URL of runs.
         save_seconds: time between checkpoints.
     """
 
@@ -41,16 +42,22 @@ class TrainingRun:
     @property
     def name(self) -> str:
         """That of the run's directory."""
-        return path_of(self.config, self.runs).name
+        return self._folder.path.name
 
     @property
     def is_done(self) -> bool:
-        return self._run.finished
+        return self._folder.has("result.json")
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a process is at it, on any machine."""
+        return self._folder.is_held()
 
     @property
     def stands_at(self) -> str:
         """How far it is."""
-        return f"step {self._run.step:,} of {self.config.train.steps:,}"
+        run = Run(self._folder.seen(weights=False))
+        return f"step {run.step:,} of {self.config.train.steps:,}"
 
     def do(self, max_minutes: float | None, console: Console) -> bool:
         """Train, or go on; False if it was stopped before the end."""
@@ -64,8 +71,8 @@ class TrainingRun:
         return run.finished
 
     @property
-    def _run(self) -> Run:
-        return Run(path_of(self.config, self.runs))
+    def _folder(self) -> mirror.Folder:
+        return run_folder(self.config, self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,10 @@ class FigurePiece:
         return is_kept(experiments.experiment(self.figure), self.piece, self._lab(), self._folder)
 
     @property
+    def is_held(self) -> bool:
+        return False  # the folder of its lock tells more
+
+    @property
     def stands_at(self) -> str:
         return ""
 
@@ -114,7 +125,7 @@ class FigurePiece:
     def _lab(self, max_minutes: float | None = None, console: Console | None = None) -> Lab:
         deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         data = None if self.data is None else Path(self.data)
-        return Lab(SCALES[self.scale], runs=Path(self.runs), data=data, deadline=deadline, console=console)
+        return Lab(SCALES[self.scale], runs=self.runs, data=data, deadline=deadline, console=console)
 
 
 Piece = TrainingRun | FigurePiece
@@ -125,13 +136,11 @@ class Job:
     """A piece to be done now, once.
 
     Attributes:
-        folder: where its lock and its log are.
         attempt: which this is, from 1.
         max_minutes: stop cleanly after so many.
     """
 
     piece: Piece
-    folder: str
     attempt: int
     max_minutes: float | None = None
 
@@ -139,13 +148,13 @@ class Job:
         return json.dumps(store.to_dict(self))
 
 
-def folder_of(piece: Piece) -> Path:
+def folder_of(piece: Piece) -> mirror.Folder:
     """Where a piece's lock, log and state are: beside the runs."""
-    return Path(piece.runs) / ".sweeps" / piece.name
+    return mirror.at(piece.runs, f".sweeps/{piece.name}")
 
 
 def figure_pieces(
-    names: Sequence[str], *, scale: str, out: Path, run_directory: Path, data: Path | None = None
+    names: Sequence[str], *, scale: str, out: Path, run_directory: str | Path, data: Path | None = None
 ) -> list[FigurePiece]:
     """Every piece of these figures; if none are named, of all, but without text not of those that need it."""
     text = None if data is None else str(data)
@@ -167,7 +176,7 @@ SPEC: dict[Any, Any] = {
 }
 
 
-def read_spec(path: Path, *, runs: Path, save_seconds: float = 30.0) -> list[TrainingRun]:
+def read_spec(path: Path, *, runs: str | Path, save_seconds: float = 30.0) -> list[TrainingRun]:
     """The runs that a file asks for: every combination of its presets, variants, values and seeds.
 
         presets = ["linear-1", "softmax-7"]

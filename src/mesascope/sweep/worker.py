@@ -20,14 +20,17 @@ def work(text: str) -> int:
     from mesascope import store
     from mesascope.experiments.lab import OutOfTimeError
     from mesascope.runs import BusyError, RunError, keep_compiled
-    from mesascope.sweep.pieces import Job, TrainingRun
+    from mesascope.sweep.pieces import Job, TrainingRun, folder_of
     from mesascope.training import divide_cpu
     from mesascope.untrusted import StoreError, parse_json
 
     job = store.from_dict(parse_json(text, "job"), Job)
-    folder = Path(job.folder)
+    folder = folder_of(job.piece)
     try:
-        with store.locked(folder, field="runs", doing="worked on", busy=BusyError), _told_to(folder / "log"):
+        with (
+            store.locked(folder.path, field="runs", doing="worked on", busy=BusyError),
+            _told_to(folder.grown("log")),
+        ):
             now = datetime.now(UTC).isoformat(timespec="seconds")
             print(
                 f"--- attempt {job.attempt}, {now}, process {os.getpid()} on {os.uname().nodename}",
@@ -54,6 +57,7 @@ def work(text: str) -> int:
             except BaseException:
                 traceback.print_exc()
                 ended = FAILED
+            folder.send("log")
     except BusyError:
         return BUSY
     except StoreError as error:
