@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from mesascope import store
-from mesascope.untrusted import StoreError, check, is_plain_name, read_json
+from mesascope.untrusted import StoreError, is_plain_name, read_json
+from mesascope.untrusted import check as checked
 
 SECONDS_BETWEEN_BEATS = 3.0
 SECONDS_WITHOUT_A_BEAT = 30.0
@@ -57,6 +58,10 @@ class Folder(Protocol):
 
     def send(self, name: str) -> None:
         """One file, from `path` to the store."""
+        ...
+
+    def merge(self) -> None:
+        """Files that `path` or the store lacks, from the other: for such as never change."""
         ...
 
     def held(
@@ -137,6 +142,8 @@ class _Local:
 
     def send(self, name: str) -> None: ...
 
+    def merge(self) -> None: ...
+
     def held(
         self, *, field: str, doing: str, error: type[Exception], busy: type[Exception], note: Any
     ) -> AbstractContextManager[None]:
@@ -161,7 +168,9 @@ class _Mirrored:
         self.path = directory(runs) / name
         self._copy = directory(runs) / ".seen" / name
         self._holder = b""
-        self._is_lost: Callable[[], None] = lambda: None
+        self._check: Callable[[], None] = lambda: None
+        # A marker that is being written may read as nobody's.
+        self._writing = threading.RLock()
 
     def has(self, name: str) -> bool:
         with _reached(self.url):
@@ -186,8 +195,16 @@ class _Mirrored:
     def send(self, name: str) -> None:
         with _reached(self.url):
             fs, root = _open(self.url)
-            fs.makedirs(root, exist_ok=True)
-            _put(fs, f"{root}/{name}", lambda to: fs.put_file(str(self.path / name), to))
+            _put(fs, self.path / name, f"{root}/{name}")
+
+    def merge(self) -> None:
+        with _reached(self.url):
+            fs, root = _open(self.url)
+            here, there = _files(self.path), _copied(self._listing())
+            for name in there.keys() - here.keys():
+                _get(fs, f"{root}/{name}", self.path / name)
+            for name in here.keys() - there.keys():
+                _put(fs, self.path / name, f"{root}/{name}")
 
     # Copies.
 
@@ -205,26 +222,16 @@ class _Mirrored:
             fs, root = _open(self.url)
             there, record = _copied(self._listing()), _read_record(into)
             for name in filter(wanted, there):
-                local = into / name
-                if record.get(name) == [there[name], _signature(local)]:
-                    continue
-                local.parent.mkdir(parents=True, exist_ok=True)
-                part = local.with_name(f".{local.name}.{uuid.uuid4().hex}.tmp")
-                try:
-                    fs.get_file(f"{root}/{name}", str(part))
-                    os.replace(part, local)
-                except FileNotFoundError:  # it has gone since
-                    local.unlink(missing_ok=True)
-                finally:
-                    part.unlink(missing_ok=True)
-                record[name] = [there[name], _signature(local)]
+                if record.get(name) != [there[name], _signature(into / name)]:
+                    _get(fs, f"{root}/{name}", into / name)
+                    record[name] = [there[name], _signature(into / name)]
             for name in _files(into).keys() - there.keys():
                 (into / name).unlink(missing_ok=True)
             if into.exists():
                 store.write_json(into / RECORD, {name: record[name] for name in record if name in there})
 
     def push(self) -> None:
-        self._is_lost()
+        self._check()
         with _reached(self.url):
             fs, root = _open(self.url)
             here, there, record = _files(self.path), self._listing(), _read_record(self.path)
@@ -241,13 +248,7 @@ class _Mirrored:
                     continue
                 # The same file under another name, as a checkpoint becomes the one before it.
                 twins = [other for other in record if record[other] == [there.get(other), here[name]]]
-                fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                if twins:
-                    twin = f"{root}/{twins[0]}"
-                    _put(fs, f"{root}/{name}", lambda to, twin=twin: fs.cp_file(twin, to))
-                else:
-                    local = str(self.path / name)
-                    _put(fs, f"{root}/{name}", lambda to, local=local: fs.put_file(local, to))
+                _put(fs, f"{root}/{twins[0]}" if twins else self.path / name, f"{root}/{name}")
                 sent.append(name)
                 # Until it is known what the store calls the new one.
                 there.pop(name, None)
@@ -289,11 +290,11 @@ class _Mirrored:
         with store.locked(self.path, field=field, doing=doing, error=error, busy=busy):
             self._take(taken, note)
 
-            def is_lost() -> None:
+            def check() -> None:
                 if not self._is_ours():
                     raise taken
 
-            self._is_lost = is_lost
+            self._check = check
             over = threading.Event()
             beats = threading.Thread(target=self._beat, args=(over,), daemon=True)
             beats.start()
@@ -332,7 +333,7 @@ class _Mirrored:
         return False
 
     def _is_ours(self) -> bool:
-        with _reached(self.url):
+        with self._writing, _reached(self.url):
             return bool(self._holder) and (self._marker() or b"").startswith(self._holder)
 
     def _take(self, taken: Exception, note: Callable[[str], None]) -> None:
@@ -346,14 +347,15 @@ class _Mirrored:
                 self._holder = last
                 return
             self._holder = uuid.uuid4().hex.encode()
+            lives = False
             if found is not None:
                 note(f"{self.url} is held: looking whether by a process that lives.")
-                if self._changes(found, SECONDS_WITHOUT_A_BEAT):
-                    raise taken
+                lives = self._changes(found, SECONDS_WITHOUT_A_BEAT)
+            if not lives:
                 with suppress(FileNotFoundError):
                     fs.rm_file(f"{root}/{MARKER}")
-            with suppress(FileExistsError):
-                fs.pipe_file(f"{root}/{MARKER}", self._holder + b" 0", mode="create")
+                with suppress(FileExistsError):
+                    fs.pipe_file(f"{root}/{MARKER}", self._holder + b" 0", mode="create")
         if not self._is_ours():
             raise taken
 
@@ -362,7 +364,7 @@ class _Mirrored:
         while not over.wait(SECONDS_BETWEEN_BEATS):
             beats += 1
             # A store that cannot be reached now may be so by the next beat.
-            with suppress(StoreError), _reached(self.url):
+            with suppress(StoreError), self._writing, _reached(self.url):
                 if not self._is_ours():
                     return
                 fs, root = _open(self.url)
@@ -404,12 +406,30 @@ def _reached(url: str) -> Iterator[None]:
         raise StoreError(f"could not read or write {url}: {told}. The same command goes on.") from error
 
 
-def _put(fs: Any, path: str, write: Callable[[str], None]) -> None:
-    """Under another name first: whoever looks sees the old file or the new one."""
-    folder, _, name = path.rpartition("/")
+def _put(fs: Any, source: str | Path, target: str) -> None:
+    """A file of this machine (a path) or of the store, under another name first: whoever looks sees the old target or
+    the new one."""
+    folder, _, name = target.rpartition("/")
+    fs.makedirs(folder, exist_ok=True)
     part = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
-    write(part)
-    fs.mv(part, path)
+    if isinstance(source, Path):
+        fs.put_file(str(source), part)
+    else:
+        fs.cp_file(source, part)
+    fs.mv(part, target)
+
+
+def _get(fs: Any, source: str, target: Path) -> None:
+    """The same the other way. What has gone meanwhile goes here too."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        fs.get_file(source, str(part))
+        os.replace(part, target)
+    except FileNotFoundError:
+        target.unlink(missing_ok=True)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _copied(found: dict[str, Any]) -> dict[str, Any]:
@@ -438,7 +458,7 @@ def _signature(path: Path) -> list[int]:
 def _read_record(folder: Path) -> dict[str, list[Any]]:
     """What the store called each file, and its signature here, when both were the same."""
     try:
-        return check(read_json(folder / RECORD), {str: [object]}, folder)
+        return checked(read_json(folder / RECORD), {str: [object]}, folder)
     except StoreError:  # none yet, or damaged: everything is copied again
         return {}
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -284,7 +284,8 @@ def fit(
         opened: list[Sink] = []
         try:
             opened += [sink(run, int(state.step)) for sink in sinks]
-            _train(run, folder, trainer, state, progress, max_minutes, save_seconds, opened)
+            send = partial(_send, folder, runs, progress)
+            _train(run, send, trainer, state, progress, max_minutes, save_seconds, opened)
         finally:
             progress.stop()
             for sink in opened:
@@ -300,8 +301,19 @@ def keep_compiled(runs: str | Path) -> None:
     also begins sooner. A cache that has been set up already (`JAX_COMPILATION_CACHE_DIR`) is used as it is.
     """
     if jax.default_backend() == "gpu" and jax.config.jax_compilation_cache_dir is None:  # pyright: ignore
-        jax.config.update("jax_compilation_cache_dir", str(mirror.directory(runs).absolute() / ".compiled"))
+        jax.config.update("jax_compilation_cache_dir", _compiled(runs))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        _share_compiled(runs)
+
+
+def _compiled(runs: str | Path) -> str:
+    return str(mirror.directory(runs).absolute() / ".compiled")
+
+
+def _share_compiled(runs: str | Path) -> None:
+    """Programs that other machines have compiled, and ours for them."""
+    if jax.config.jax_compilation_cache_dir == _compiled(runs):  # pyright: ignore
+        mirror.at(runs, ".compiled").merge()
 
 
 @lru_cache(maxsize=4)
@@ -317,7 +329,7 @@ def _alone(config: Config | LanguageConfig) -> Trainer | LanguageTrainer:
 
 def _train(
     run: Run,
-    folder: mirror.Folder,
+    send: Callable[[], None],
     trainer: Trainer | LanguageTrainer,
     state: TrainState,
     progress: Progress,
@@ -361,7 +373,7 @@ def _train(
             out_of_time = max_minutes is not None and now - began > 60 * max_minutes
             if interrupted or out_of_time or now - last_save > save_seconds:
                 run._save(state)
-                _send(folder, progress)
+                send()
                 last_save = now
             if interrupted or out_of_time:
                 why = "interrupted" if interrupted else f"stopped after {max_minutes:g} minutes"
@@ -389,9 +401,10 @@ def _train(
     progress.finished(run.path, np.array(run.result["loss"]))
 
 
-def _send(folder: mirror.Folder, progress: Progress) -> None:
+def _send(folder: mirror.Folder, runs: str | Path, progress: Progress) -> None:
     """What is saved here need not be at a URL at once."""
     try:
+        _share_compiled(runs)
         folder.push()
     except StoreError as error:
         progress.note(f"{error} Training goes on, and this is sent with the next checkpoint.")

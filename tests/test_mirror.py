@@ -1,0 +1,383 @@
+"""Runs in a store at a URL: the same as in a directory, whatever happens to the machines and to the store."""
+
+import dataclasses
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import mesascope
+from mesascope import mirror, runs, store
+from mesascope.cli import main
+from mesascope.experiments.lab import SCALES, Lab
+from mesascope.runs import BusyError, Run, RunError, find, fit
+from mesascope.show import list_runs
+from mesascope.store import StoreError
+from mesascope.sweep import TrainingRun, read_spec, status, sweep
+from tests.test_runs import ENVIRONMENT, command, contents, last_step
+from tests.test_sweep import SPEC, Instant
+from tests.test_sweep import command as sweep_command
+from tests.test_training import tiny
+
+fsspec = pytest.importorskip("fsspec")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+CONFIG = tiny(steps=40, keep_every=20)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Go to a machine that has nothing yet. Waiting is shorter than it is outside of tests."""
+    count = iter(range(1000))
+
+    def go() -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"machine-{next(count)}"))
+
+    go()
+    monkeypatch.setattr(mirror, "SECONDS_BETWEEN_BEATS", 0.05)
+    monkeypatch.setattr(mirror, "SECONDS_WITHOUT_A_BEAT", 0.5)
+    return go
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    yield f"file://{tmp_path}/store" if request.param == "file" else "memory://store"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run in a directory."""
+    with jax.numpy_dtype_promotion("standard"):
+        return fit(CONFIG, runs=tmp_path_factory.mktemp("whole"))
+
+
+def plain() -> Console:
+    return Console(record=True, width=200, file=io.StringIO())
+
+
+def there(url: str) -> set[str]:
+    """The names of all files of the store."""
+    fs, root = fsspec.url_to_fs(url)
+    return {path.rpartition("/")[2] for path in fs.find(root)}
+
+
+def stopped(url: str) -> Path:
+    """A run that was ended after two checkpoints; its folder on this machine."""
+    fit(CONFIG, runs=url, max_minutes=0.0)
+    run = fit(CONFIG, runs=url, max_minutes=2e-4, save_seconds=0.0)
+    assert 0 < run.step < 40
+    return run.path
+
+
+def test_a_run_at_a_url(url, whole, elsewhere):
+    run = fit(CONFIG, runs=url, save_seconds=0.0)
+    assert contents(run) == contents(whole)
+    assert there(url) == {path.name for path in whole.path.rglob("*") if path.is_file()} - {".lock"}
+    # On another machine it is done, and has all its parts.
+    elsewhere()
+    console = plain()
+    again = fit(CONFIG, runs=url, console=console)
+    assert "has already been trained" in console.export_text()
+    assert again.path != run.path
+    assert contents(again) == contents(whole)
+    elsewhere()
+    for name in ("tiny", whole.path.name, f"{url}/{whole.path.name}"):
+        found = find(name, runs=url)
+        assert contents(found) == contents(whole)
+        assert sorted(found.kept()) == sorted(whole.kept())
+        model, config = mesascope.load(name, seed=1, runs=url)
+        assert config == CONFIG
+        assert all(map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(whole.model(1))))
+    with pytest.raises(RunError, match=rf"no run 'nothing' in {url}. There are: tiny-"):
+        find("nothing", runs=url)
+    elsewhere()
+    console = plain()
+    list_runs(url, console)
+    assert "40 of 40" in console.export_text()
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("weights.safetensors")), (
+        "a list needs no weights"
+    )
+    # Begun afresh, it is the same; meanwhile nobody takes it for finished.
+    fit(CONFIG, runs=url, fresh=True, max_minutes=0.0)
+    assert not {"result.json", "weights.safetensors"} & there(url)
+    elsewhere()
+    assert contents(fit(CONFIG, runs=url)) == contents(whole)
+
+
+def test_a_directory_and_its_url_are_one_store(tmp_path, whole):
+    fit(CONFIG, runs=f"file://{tmp_path}/store")
+    assert contents(find("tiny", runs=tmp_path / "store")) == contents(whole)
+    config = dataclasses.replace(CONFIG, name="other")
+    fit(config, runs=tmp_path / "store")
+    assert find("other", runs=f"file://{tmp_path}/store").finished
+
+
+def test_going_on_elsewhere(url, whole, elsewhere):
+    stopped(url)
+    elsewhere()
+    console = plain()
+    run = fit(CONFIG, runs=url, console=console)
+    assert "going on at step" in console.export_text()
+    assert contents(run) == contents(whole)
+
+
+@pytest.mark.parametrize("move", [True, False])
+def test_a_checkpoint_that_was_cut(tmp_path, whole, elsewhere, move):
+    """As by a store that does not put files in place as a whole."""
+    url = f"file://{tmp_path}/store"
+    path = tmp_path / "store" / stopped(url).name / "checkpoint.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    if move:
+        elsewhere()
+    console = plain()
+    assert contents(fit(CONFIG, runs=url, console=console)) == contents(whole)
+    assert "Going on from the one before it" in console.export_text()
+
+
+@pytest.mark.faults
+def test_a_kill_at_every_write_to_the_store(tmp_path, whole, elsewhere, monkeypatch):
+    """The store before every change is what a kill there would leave: go on from each, on another machine."""
+    kind = fsspec.get_filesystem_class("file")
+    left: list[Path] = []
+
+    def photographed(change):
+        def changed(self, path, *rest, **options):
+            if not path.endswith(mirror.MARKER):
+                left.append(tmp_path / f"{len(left):03}")
+                shutil.copytree(tmp_path / "store", left[-1])
+            return change(self, path, *rest, **options)
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        for name in ("put_file", "mv", "cp_file", "rm_file"):
+            patch.setattr(kind, name, photographed(getattr(kind, name)))
+        fit(CONFIG, runs=f"file://{tmp_path}/store", save_seconds=0.0)
+    assert len(left) > 20
+    for folder in left:
+        elsewhere()
+        torn = Run(folder / whole.path.name)
+        assert not torn.finished or contents(torn) == contents(whole)
+        run = fit(CONFIG, runs=f"file://{folder}")
+        assert contents(run) == contents(whole), folder
+        assert contents(torn) == contents(whole), folder
+        assert not list(folder.rglob("*.tmp"))
+
+
+def test_a_store_that_is_out_of_reach(tmp_path, whole, elsewhere):
+    """What could not be sent is here, and the same command sends it; elsewhere, one goes on from what was."""
+    url = f"file://{tmp_path}/store"
+    run = stopped(url)
+    there = tmp_path / "store" / run.name
+
+    class Disconnect:
+        """As soon as training has begun."""
+
+        def __init__(self, run, step):
+            there.rename(tmp_path / "away")
+            there.write_text("no folder")
+
+        def log(self, step, metrics): ...
+        def close(self): ...
+
+    console = plain()
+    with pytest.raises((StoreError, BusyError)):
+        fit(CONFIG, runs=url, save_seconds=0.0, sinks=[Disconnect], console=console)
+    assert (run / "result.json").exists()
+    there.unlink()
+    (tmp_path / "away").rename(there)
+    assert not (there / "result.json").exists()
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    console = plain()
+    fit(CONFIG, runs=url, console=console)
+    assert "has already been trained" in console.export_text()
+    assert contents(Run(there)) == contents(whole)
+    elsewhere()
+    assert contents(fit(CONFIG, runs=f"file://{tmp_path}/copy")) == contents(whole)
+
+
+def hold(url: str):
+    folder = runs.folder_of(CONFIG, url)
+    return folder, folder.held(
+        field="runs", doing="trained", error=RunError, busy=BusyError, note=lambda text: None
+    )
+
+
+def test_one_of_two_machines_trains(url, elsewhere):
+    folder, held = hold(url)
+    with held, folder.mirrored():
+        assert TrainingRun(config=CONFIG, runs=url).is_held
+        elsewhere()
+        assert TrainingRun(config=CONFIG, runs=url).is_held
+        with pytest.raises(BusyError, match=f"{url}.* is being trained by another process"):
+            fit(CONFIG, runs=url)
+        assert "result.json" not in there(url)
+    assert not TrainingRun(config=CONFIG, runs=url).is_held
+    assert fit(CONFIG, runs=url).finished
+
+
+def test_a_machine_that_was_silent_for_too_long(url, whole, elsewhere):
+    """Its run was taken over, and it may not send anything any more."""
+
+    def too_late() -> None:
+        folder, held = hold(url)
+        with held, folder.mirrored():
+            fs, root = fsspec.url_to_fs(folder.url)
+            fs.rm_file(f"{root}/{mirror.MARKER}")
+            time.sleep(0.2)
+            fs.pipe_file(f"{root}/{mirror.MARKER}", b"somebody else 0")
+            store.write(folder.path / "result.json", b"{}")
+            folder.push()
+
+    with pytest.raises(BusyError, match="is being trained by another process"):
+        too_late()
+    assert "result.json" not in there(url)
+    # Who took it over has ended too, without a word.
+    elsewhere()
+    console = plain()
+    assert contents(fit(CONFIG, runs=url, console=console)) == contents(whole)
+    assert "looking whether by a process that lives" in console.export_text()
+
+
+def test_urls_that_cannot_be_opened(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "linear-1", "--runs", "gopher://hole/runs"])
+    assert "runs: cannot open gopher://hole/runs" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ValueError, match=r"runs: s3://a/b/tiny.* needs `pip install mesascope\[remote\]`"):
+        fit(CONFIG, runs="s3://a/b")
+
+
+def test_names_that_lead_elsewhere_are_not_followed(tmp_path, monkeypatch):
+    """A store is as good as who writes to it."""
+    url = f"file://{tmp_path}/store"
+    name = stopped(url).name
+    kind = fsspec.get_filesystem_class("file")
+    find_all = kind.find
+    monkeypatch.setattr(
+        kind,
+        "find",
+        lambda self, path, **options: (
+            find_all(self, path, **options) | {f"{path}/../../outside": {"size": 1}, f"{path}/.lock": {}}
+        ),
+    )
+    assert (mirror.at(url, name).seen() / "config.json").exists()
+    assert not list(tmp_path.rglob("outside"))
+
+
+def test_programs_are_shared(url, elsewhere):
+    """Files that never change: what either side lacks."""
+    first = mirror.at(url, ".compiled")
+    store.write(first.path / "a-cache", b"a")
+    first.merge()
+    elsewhere()
+    second = mirror.at(url, ".compiled")
+    store.write(second.path / "tuned" / "b-cache", b"b")
+    second.merge()
+    first.merge()
+    for folder in (first, second):
+        assert (folder.path / "a-cache").read_bytes() == b"a"
+        assert (folder.path / "tuned" / "b-cache").read_bytes() == b"b"
+
+
+def test_what_is_tuned_is_shared(url, elsewhere):
+    found = []
+
+    def find_it():
+        found.append(1)
+        return {"rate": np.float32([0.25])}
+
+    for _ in range(2):
+        lab = Lab(SCALES["smoke"], runs=url)
+        assert lab.tuned("rate", find_it)["rate"] == 0.25
+        elsewhere()
+    assert len(found) == 1
+    assert Lab(SCALES["smoke"], runs=url).still_holds(lab.about())
+
+
+def test_a_sweep_at_a_url(url, elsewhere):
+    """The driver on one machine, workers on others: what is done, how far the rest is, and why something failed."""
+    done, late = (TrainingRun(config=tiny(steps=n), runs=url, save_seconds=0.0) for n in (12, 13))
+    rate = 'train.optimizer.rate={"kind": "Constant", "peak": 1e30}'
+    config = store.with_field(tiny(), rate, "train.optimizer.clip=null")
+    failing = TrainingRun(config=config, runs=url)
+
+    class Elsewhere(Instant):
+        def start(self, job):
+            here = os.environ["XDG_CACHE_HOME"]
+            elsewhere()
+            try:
+                return super().start(job)
+            finally:
+                os.environ["XDG_CACHE_HOME"] = here
+
+    assert not late.do(0.0, plain())
+    outcomes = sweep([done, failing], Elsewhere(), retries=0, console=plain())
+    assert [outcome.state for outcome in outcomes] == ["done", "failed"]
+    elsewhere()
+    outcomes = status([done, failing, late])
+    assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting"]
+    assert "training diverged" in outcomes[1].told
+    assert outcomes[2].told == "step 0 of 13"
+
+
+@pytest.mark.slow
+def test_a_sweep_at_a_url_from_the_command_line(tmp_path):
+    """Two workers, real processes; the runs are those of a directory."""
+    path = tmp_path / "a.toml"
+    path.write_text(SPEC.replace("STEPS", "600"))
+    for where in (f"file://{tmp_path}/store", str(tmp_path / "plain")):
+        words = sweep_command(path, "--runs", where, "--executor", "local:2")
+        done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT | dict(os.environ))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 done, 0 running, 0 waiting, 0 failed" in done.stdout
+    for piece in read_spec(path, runs=tmp_path / "plain"):
+        a, b = (find(piece.name, runs=tmp_path / where) for where in ("store", "plain"))
+        assert contents(a) == contents(b)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
+    """SIGKILL to a real process; another machine sees that it no longer lives, and goes on to the same bits."""
+    options = ("--train.steps", "30000", "--save-seconds", "0.05")
+    url = f"file://{tmp_path}/store"
+
+    def started(where):
+        environment = ENVIRONMENT | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+        words = [str(where) if word == "WHERE" else word for word in command(*options, where=Path("WHERE"))]
+        return subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+
+    for kill in range(3):
+        process, before = started(url), last_step(tmp_path / "store")
+        for _ in range(1800):
+            time.sleep(0.1)
+            if last_step(tmp_path / "store") > before:
+                break
+            assert process.poll() is None, process.communicate()
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        if kill != 1:  # the third goes on where the second was
+            elsewhere()
+    process = started(url)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert "looking whether by a process that lives" in out
+    assert "going on at step" in out
+    alone = started(tmp_path / "whole")
+    alone.communicate(timeout=300)
+    a, b = (find("linear-1", runs=tmp_path / where) for where in ("store", "whole"))
+    assert contents(a) == contents(b)
