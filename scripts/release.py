@@ -18,8 +18,8 @@ class Release:
 
     names: tyro.conf.Positional[tuple[str, ...]]
     """Names of runs."""
-    runs: Path = Path("runs")
-    """Directory of runs."""
+    runs: str = "runs"
+    """Directory of runs, or a URL."""
     seed: int = 0
     """Which of the trained models."""
     half: bool = False

@@ -3,11 +3,11 @@
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +27,7 @@ LINES_OF_LOG = 12
 LOOKS_AT_ONCE = 32
 
 State = Literal["done", "running", "waiting", "failed"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ def sweep(
     """
     console = console or Console(quiet=True)
     deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-    waiting = deque((piece, 1, 0.0) for piece in pieces if not piece.is_done)
+    done = _of_each(lambda piece: piece.is_done, pieces)
+    waiting = deque((piece, 1, 0.0) for piece, ready in zip(pieces, done, strict=True) if not ready)
     _tell(console, f"{len(pieces)} pieces, {len(pieces) - len(waiting)} of them done before")
     placed: list[_Placed] = []
     stopping = False
@@ -162,8 +164,13 @@ def _settle(at: _Placed, ended: int, retries: int, console: Console) -> tuple[Pi
 
 def status(pieces: Sequence[Piece]) -> list[Outcome]:
     """How pieces stand, whoever is at them."""
-    with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:  # at a URL most of it is waiting
-        return list(pool.map(_status, pieces))
+    return _of_each(_status, pieces)
+
+
+def _of_each(ask: Callable[[Piece], T], pieces: Sequence[Piece]) -> list[T]:
+    """Many at once: at a URL most of the time is waiting."""
+    with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
+        return list(pool.map(ask, pieces))
 
 
 def _status(piece: Piece) -> Outcome:
