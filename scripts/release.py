@@ -4,7 +4,6 @@ python scripts/release.py linear-1 softmax-7 [--runs runs] [--seed 0] [--half]
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 

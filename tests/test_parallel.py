@@ -20,9 +20,10 @@ OPTIONS = (
     "--model.blocks.0.heads 1 --model.blocks.0.key-dim 2 --train.batch-size 16 --train.eval-batch-size 16 "
     "--train.eval-batches 2 --train.final-sequences 32 --seeds 2 --train.eval-every 500 --save-seconds 0.05"
 )
+TRAIN = ("train", *OPTIONS.split())
 
 
-def started(where, *extra, number=0, count=1, port=0, devices=1):
+def started(where, *extra, number=0, count=1, port=0, devices=1, what=TRAIN):
     environment = ENVIRONMENT | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     if count > 1:
         environment |= {
@@ -30,20 +31,19 @@ def started(where, *extra, number=0, count=1, port=0, devices=1):
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(number),
         }
-    words = [*OPTIONS.split(), "--runs", str(where), *extra]
     return subprocess.Popen(
-        [sys.executable, "-m", "mesascope.cli", "train", *words],
+        [sys.executable, "-m", "mesascope.cli", *what, "--runs", str(where), *extra],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 
 
-def together(where, *extra, devices=1):
+def together(where, *extra, devices=1, what=TRAIN):
     """Two processes, and how they ended."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     return [
-        started(where, *extra, "--data-parallel", number=i, count=2, port=port, devices=devices)
+        started(where, *extra, "--data-parallel", number=i, count=2, port=port, devices=devices, what=what)
         for i in range(2)
     ]
 
@@ -81,8 +81,11 @@ def test_eight_devices_and_two_processes_are_as_one(tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_processes_is_killed(tmp_path, victim):
     """The other ends by itself, and the same command goes on: the bits are those of two undisturbed processes."""
-    steps = ("--train.steps", "6000")
-    processes = together(tmp_path / "killed", *steps)
+    kill_one_of_two(tmp_path, victim, TRAIN, "linear-1", ("--train.steps", "6000"))
+
+
+def kill_one_of_two(tmp_path, victim, what, name, steps):
+    processes = together(tmp_path / "killed", *steps, what=what)
     for _ in range(3000):
         time.sleep(0.1)
         if last_step(tmp_path / "killed") > 0:
@@ -92,12 +95,11 @@ def test_one_of_two_processes_is_killed(tmp_path, victim):
     processes[victim].communicate()
     processes[1 - victim].communicate(timeout=300)
     assert processes[1 - victim].returncode != 0
-    told = finished(together(tmp_path / "killed", *steps))
+    told = finished(together(tmp_path / "killed", *steps, what=what))
     assert "going on at step" in told[0][0]
-    finished(together(tmp_path / "whole", *steps))
-    assert contents(runs.find("linear-1", runs=tmp_path / "killed")) == contents(
-        runs.find("linear-1", runs=tmp_path / "whole")
-    )
+    finished(together(tmp_path / "whole", *steps, what=what))
+    a, b = (runs.find(name, runs=tmp_path / where) for where in ("killed", "whole"))
+    assert contents(a) == contents(b)
 
 
 def test_batches_that_cannot_be_cut():

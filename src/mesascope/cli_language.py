@@ -79,12 +79,17 @@ class TrainLanguageModel:
     """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
     save_seconds: float = 300.0
     """Time between checkpoints; the result does not depend on it."""
+    data_parallel: bool = False
+    """Cut every batch over all devices of all processes, where there are several (see `mesascope.parallel`), and not
+    only over those of this one."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change the kind of something: `--set model.blocks.1.mixer=Delta`, or `PATH={"kind": "Mesa", "method": "cg"}`."""
 
     def run(self, config: "LanguageConfig | None" = None) -> None:
+        import jax
         from rich.console import Console
 
+        from mesascope import parallel
         from mesascope.language import language_preset
         from mesascope.runs import fit, keep_compiled
         from mesascope.show import show_run
@@ -98,9 +103,11 @@ class TrainLanguageModel:
             config = replace(config, model=replace(config.model, resets_at=config.task.eos))  # pyright: ignore
         if self.seeds is not None:
             config = replace(config, train=replace(config.train, seeds=self.seeds))
+        if self.data_parallel:
+            parallel.join()
         keep_compiled(self.runs)
         began = time.monotonic()
-        run = fit(
+        run = (parallel.fit if self.data_parallel else fit)(
             config,
             data=self.data,
             runs=self.runs,
@@ -112,7 +119,8 @@ class TrainLanguageModel:
         if not run.finished:
             out_of_time = self.max_minutes is not None and time.monotonic() - began >= 60 * self.max_minutes
             sys.exit(75 if out_of_time else 130)
-        show_run(run)
+        if jax.process_index() == 0:
+            show_run(run)
 
 
 @dataclass(frozen=True, kw_only=True)

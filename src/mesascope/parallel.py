@@ -7,11 +7,12 @@ its calls it says which; the others follow, so that all run the same programs at
 
 (or as Slurm, Open MPI and others set their own) in every process, `join` makes them one; without, a process has its own
 devices only. The result is that of one device with the same batches, but for the order of sums over them. If any
-process dies, the others end, and the same command goes on from the last checkpoint.
+process dies, the others end, and the same command goes on from the last checkpoint. `mesascope lm train` is the same;
+each process reads from its copy of the corpus what its own devices work on.
 """
 
 import os
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast, final
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mesascope.models import Transformer
+from mesascope.language.training import LanguageConfig, LanguageTrainer
 from mesascope.runs import Run, folder_of, interrupts
 from mesascope.runs import fit as fit_alone
 from mesascope.training import Advanced, Config, Trainer, TrainState, everywhere
@@ -48,15 +49,24 @@ def join() -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=SECONDS_WITHOUT_A_SIGN)
 
 
-def fit(config: Config, *, runs: Any = "runs", console: Any = None, **options: Any) -> Run:
+def fit(
+    config: Config | LanguageConfig,
+    *,
+    data: str | Path | None = None,
+    runs: str | Path = "runs",
+    **options: Any,
+) -> Run:
     """`runs.fit` over all devices of all processes, each of which must call this with the same configuration."""
-    trainer = Trainer(config, Mesh(np.array(jax.devices()), ("data",)))
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    trainer = (
+        LanguageTrainer(config, data, mesh) if isinstance(config, LanguageConfig) else Trainer(config, mesh)
+    )
     if jax.process_index() != 0:
         _follow(trainer)
         return Run(folder_of(config, runs).seen(weights=False))
     leader = Leader(trainer)
     try:
-        return fit_alone(config, runs=runs, console=console, trainer=cast(Trainer, leader), **options)
+        return fit_alone(config, data=data, runs=runs, trainer=cast(Trainer, leader), **options)
     finally:
         leader.end()
 
@@ -65,11 +75,11 @@ def fit(config: Config, *, runs: Any = "runs", console: Any = None, **options: A
 class Leader:
     """A trainer that tells the other processes what it does. See `Trainer`."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Trainer | LanguageTrainer):
         self.trainer = trainer
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Config | LanguageConfig:
         return self.trainer.config
 
     @property
@@ -90,11 +100,11 @@ class Leader:
         self._tell(ADVANCE, steps, loss_sum)
         return self.trainer.advance(_with_sum(self.trainer, state, loss_sum), steps)
 
-    def measure(self, models: Transformer) -> dict[str, np.ndarray]:
+    def measure(self, models: Any) -> dict[str, np.ndarray]:
         self._tell(EVALUATE)
         return self.trainer.measure(models)
 
-    def result(self, models: Transformer) -> dict[str, Any]:
+    def result(self, models: Any) -> dict[str, Any]:
         self._tell(EVALUATE_FINALLY)
         return self.trainer.result(models)
 
@@ -107,7 +117,7 @@ class Leader:
 
 
 def _heard(
-    config: Config, what: int = END, steps: int = 0, loss_sum: np.ndarray | None = None
+    config: Config | LanguageConfig, what: int = END, steps: int = 0, loss_sum: np.ndarray | None = None
 ) -> tuple[int, int, np.ndarray]:
     """What the leader says; the arguments are what it says, and nobody else's."""
     loss_sum = np.zeros(config.train.seeds, np.float32) if loss_sum is None else loss_sum
@@ -115,11 +125,11 @@ def _heard(
     return int(order[0]), int(order[1]), np.asarray(loss_sum)
 
 
-def _with_sum(trainer: Trainer, state: TrainState, loss_sum: np.ndarray) -> TrainState:
+def _with_sum(trainer: Trainer | LanguageTrainer, state: TrainState, loss_sum: np.ndarray) -> TrainState:
     return state._replace(loss_sum=everywhere(loss_sum, trainer._everywhere))
 
 
-def _follow(trainer: Trainer) -> None:
+def _follow(trainer: Trainer | LanguageTrainer) -> None:
     """Do as the leader does, until it ends."""
     nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trainer.shapes)
     state: TrainState | None = None
@@ -138,5 +148,5 @@ def _follow(trainer: Trainer) -> None:
                 state = trainer.advance(_with_sum(trainer, state, loss_sum), steps).state
             else:
                 assert state is not None
-                measure: Callable = trainer.evaluate if what == EVALUATE else trainer.evaluate_finally
-                jax.block_until_ready(measure(state.models))
+                measure = trainer.measure if what == EVALUATE else trainer.result
+                measure(state.models)

@@ -580,7 +580,7 @@ def provenance(config: Config | LanguageConfig) -> dict[str, Any]:
     """What a run is being made with."""
     if isinstance(config, LanguageConfig):
         # A sum over devices is rounded otherwise than over one.
-        precision = f"{config.model.compute} on {jax.local_device_count()} devices"
+        precision = f"{config.model.compute} on {jax.device_count()} devices"
     else:
         tf32 = config.model.tf32 and jax.default_backend() == "gpu"
         precision = "tf32 projections" if tf32 else "float32"

@@ -123,6 +123,8 @@ def test_batches_depend_on_step_and_seed_alone(corpus):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
         assert not np.array_equal(a.tokens, one.batch(9, 0).tokens)
         assert not np.array_equal(a.tokens, one.batch(8, 1).tokens)
+        rows = one.batch(9, 1, slice(2, 5))
+        assert all(np.array_equal(x[2:5], y) for x, y in zip(a, rows, strict=True))
         held_out = list(one.held_out(7, 2))
         assert 1 <= len(held_out) <= 2
 

@@ -3,8 +3,8 @@ r"""Training of language models, with the functions that `runs.fit` asks for.
 $$\min_\theta\; -\frac1T\sum_t \log p_\theta(w_{t+1} \mid w_{1:t})$$
 
 Batches come from the host, by step and seed, so that a run that goes on sees what it would have seen. Seeds are trained
-one after the other within a step; the sequences of a batch are divided among all local devices, and on each of them
-among `accumulate` passes.
+one after the other within a step; the sequences of a batch are divided among devices, and on each of them among
+`accumulate` passes. A process reads only those sequences that its own devices work on.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from mesascope.language.model import LanguageModel, LanguageModelConfig, cross_entropy
 from mesascope.models import Softmax
 from mesascope.tasks import AssociativeRecall, Passages
-from mesascope.tasks.text import Corpus, Text
-from mesascope.training import FINAL, HELD_OUT, Advanced, TrainConfig, TrainState
+from mesascope.tasks.text import ALL, Corpus, Text
+from mesascope.training import FINAL, HELD_OUT, Advanced, TrainConfig, TrainState, everywhere
 
 EARLY, LATE, OF = 50, 500, 1024
 """The in-context score is the loss at token 500 minus that at token 50; in a shorter context than 1024, at the tokens
@@ -83,10 +83,12 @@ class LanguageTrainer:
 
     Args:
         data: folder of the corpus, for experiments on text. It is opened when it is first read.
+        mesh: devices to divide every batch among, along its axis "data", those of one process side by side; each holds
+            all weights. None: all devices of this process.
     """
 
-    def __init__(self, config: LanguageConfig, data: str | Path | None = None):
-        self.config, self._data = config, data
+    def __init__(self, config: LanguageConfig, data: str | Path | None = None, mesh: Mesh | None = None):
+        self.config, self._data, self._given = config, data, mesh
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -96,16 +98,34 @@ class LanguageTrainer:
 
     @cached_property
     def _mesh(self) -> Mesh:
-        devices, train = jax.local_devices(), self.config.train
+        mesh = self._given or Mesh(np.array(jax.local_devices()), ("data",))
+        devices, train = mesh.shape["data"], self.config.train
         for name, size in (
             ("train.batch_size / accumulate", train.batch_size // self.config.accumulate),
             ("train.eval_batch_size", train.eval_batch_size),
         ):
-            if size % len(devices):
+            if size % devices:
                 raise ValueError(
-                    f"{name}: expected a multiple of the {len(devices)} devices here, which share a batch; got {size}."
+                    f"{name}: expected a multiple of the {devices} devices, which share a batch; got {size}."
                 )
-        return Mesh(np.array(devices), ("data",))
+        return mesh
+
+    @property
+    def _everywhere(self) -> NamedSharding:
+        return NamedSharding(self._mesh, _P())
+
+    def _rows(self, size: int) -> slice:
+        """Of a batch of that size, what the devices of this process work on."""
+        here = NamedSharding(self._mesh, _P("data")).addressable_devices_indices_map((size,)).values()
+        bounds = [index[0].indices(size)[:2] for index in here if index is not None]
+        rows = slice(min(first for first, _ in bounds), max(end for _, end in bounds))
+        assert rows.stop - rows.start == sum(end - first for first, end in bounds)
+        return rows
+
+    def _cut(self, spec: PartitionSpec, batch: Passages) -> Passages:
+        """This process's rows of a batch as a part of all."""
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, np.asarray(a)), batch)
 
     @property
     def _seeds(self) -> Int[np.ndarray, " seed"]:
@@ -125,11 +145,11 @@ class LanguageTrainer:
 
     def start(self) -> TrainState:
         """Before the first step."""
-        return jax.jit(self._start)()
+        return jax.jit(self._start, out_shardings=self._everywhere)()
 
     def place(self, state: TrainState) -> TrainState:
         """A state from elsewhere, on the devices that train it."""
-        return jax.device_put(state, NamedSharding(self._mesh, _P()))
+        return jax.tree.map(lambda leaf: everywhere(leaf, self._everywhere), state)
 
     @property
     def shapes(self) -> TrainState:
@@ -138,27 +158,27 @@ class LanguageTrainer:
 
     # Batches.
 
-    def batch(self, step: int, seed: int) -> Passages:
-        """What the model of a seed is trained on in a step, whatever was asked for before."""
+    def batch(self, step: int, seed: int, rows: slice = ALL) -> Passages:
+        """What the model of a seed is trained on in a step, whatever was asked for before; or `rows` of it."""
         task, size = self.config.task, self.config.train.batch_size
         if isinstance(task, Text):
-            return self.corpus.batch(step, size, task.length, seed=seed)
-        return self._drawn(seed, step, size)
+            return self.corpus.batch(step, size, task.length, seed=seed, rows=rows)
+        return self._drawn(seed, step, size, rows)
 
-    def held_out(self, seed: int, batches: int) -> Iterator[Passages]:
-        """Batches that are not trained on; of text at most the whole validation split."""
+    def held_out(self, seed: int, batches: int, rows: slice = ALL) -> Iterator[Passages]:
+        """Batches that are not trained on, or `rows` of them; of text at most the whole validation split."""
         task, size = self.config.task, self.config.train.eval_batch_size
         if isinstance(task, Text):
             windows = max(self.corpus.tokens("validation") - 1, 0) // task.length
             batches = min(batches, max(1, windows // size))
         for i in range(batches):
             if isinstance(task, Text):
-                yield self.corpus.batch(i, size, task.length, seed=seed, split="validation")
+                yield self.corpus.batch(i, size, task.length, seed=seed, split="validation", rows=rows)
             else:
-                yield self._drawn(seed, i, size)
+                yield self._drawn(seed, i, size, rows)
 
     @cached_property
-    def _drawn(self) -> Callable[[int, int, int], Passages]:
+    def _drawn(self) -> Callable[[int, int, int, slice], Passages]:
         task = self.config.task
         assert isinstance(task, AssociativeRecall)
 
@@ -168,7 +188,10 @@ class LanguageTrainer:
             key = jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], step)
             return task.sample(key, size)
 
-        return lambda seed, step, size: draw(np.uint32(seed), np.uint32(step), size)
+        def rows_of(seed: int, step: int, size: int, rows: slice) -> Passages:
+            return jax.tree.map(lambda a: np.asarray(a)[rows], draw(np.uint32(seed), np.uint32(step), size))
+
+        return rows_of
 
     # Steps.
 
@@ -217,7 +240,7 @@ class LanguageTrainer:
         """One step: of (state, which is used up, which seeds have failed and where, a batch for each seed)."""
         optimizer = self.config.train.optimizer.build()
 
-        @partial(jax.jit, donate_argnums=0)
+        @partial(jax.jit, donate_argnums=0, out_shardings=self._everywhere)
         def one_step(state: TrainState, failed: Array, batches: Passages) -> Advanced:
             loss, slopes = self.gradient(state.models, jnp.asarray(self._seeds), state.step, batches)
             updates, inner = jax.vmap(optimizer.update)(slopes, state.optimizer, state.models)  # pyright: ignore
@@ -228,31 +251,32 @@ class LanguageTrainer:
         return one_step
 
     @cached_property
-    def _sound(self) -> Callable[[LanguageModel], Array]:
-        @jax.jit
-        def sound(models: LanguageModel) -> Array:
-            leaves = [jnp.all(jnp.isfinite(a), tuple(range(1, a.ndim))) for a in jax.tree.leaves(models)]
-            return jnp.stack(leaves).all(0)
+    def _failed(self) -> Callable[[TrainState, Array], Array]:
+        @partial(jax.jit, out_shardings=self._everywhere)
+        def failed(state: TrainState, failed: Array) -> Array:
+            leaves = jax.tree.leaves(state.models)
+            sound = jnp.stack([jnp.all(jnp.isfinite(a), tuple(range(1, a.ndim))) for a in leaves]).all(0)
+            # Weights that are not finite make the next loss so.
+            return jnp.where((failed < 0) & ~sound, state.step, failed)
 
-        return sound
+        return failed
 
     def advance(self, state: TrainState, steps: int) -> Advanced:
         """Some steps more, for all seeds. The given state is used up.
 
         The host gathers the next batch while devices work on the last.
         """
-        everywhere = NamedSharding(self._mesh, _P())
-        by_sequence = NamedSharding(self._mesh, _P(None, "data"))
-        at = int(state.step)
-        failed = jnp.full(self.config.train.seeds, -1, jnp.int32)
-        done = Advanced(jax.device_put(state, everywhere), jnp.zeros_like(state.loss_sum), failed)
+        at, seeds = int(state.step), self.config.train.seeds
+        rows = self._rows(self.config.train.batch_size)
+        nothing = np.zeros(seeds, np.float32), np.full(seeds, -1, np.int32)
+        done = Advanced(
+            jax.device_put(state, self._everywhere), *(everywhere(a, self._everywhere) for a in nothing)
+        )
         for step in range(at, at + steps):
-            batches = [self.batch(step, int(seed)) for seed in self._seeds]
-            stacked = jax.tree.map(lambda *a: jax.device_put(np.stack(a), by_sequence), *batches)
-            done = self.step(done.state, done.failed, stacked)
-        # Weights that are not finite make the next loss so.
-        broken = (done.failed < 0) & ~self._sound(done.state.models)
-        return done._replace(failed=jnp.where(broken, done.state.step, done.failed))
+            batches = [self.batch(step, int(seed), rows) for seed in self._seeds]
+            stacked = jax.tree.map(lambda *a: np.stack(a), *batches)
+            done = self.step(done.state, done.failed, self._cut(_P(None, "data"), stacked))
+        return done._replace(failed=self._failed(done.state, done.failed))
 
     # Evaluation.
 
@@ -278,12 +302,12 @@ class LanguageTrainer:
         )
 
     def total(self, models: LanguageModel, batches: Iterator[Passages]) -> Sums:
-        """Over many batches, by seed, in float64."""
-        models = jax.device_put(models, NamedSharding(self._mesh, _P()))
+        """Over many batches, of which each process gives its rows; by seed, in float64."""
+        models = jax.device_put(models, self._everywhere)
         total: Any = None
         for batch in batches:
-            batch = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(self._mesh, _P("data"))), batch)
-            found = Sums(*(np.asarray(a, np.float64) for a in self.sums(models, batch)))
+            cut = self._cut(_P("data"), batch)
+            found = Sums(*(np.asarray(a, np.float64) for a in self.sums(models, cut)))
             total = found if total is None else Sums(*(a + b for a, b in zip(total, found, strict=True)))
         if total is None:
             raise ValueError("batches: expected at least one.")
@@ -291,7 +315,9 @@ class LanguageTrainer:
 
     def measure(self, models: LanguageModel) -> dict[str, Float[np.ndarray, " seed"]]:
         """Held-out loss, part of right guesses and, of text, the in-context score; by seed."""
-        found = self.total(models, self.held_out(HELD_OUT, self.config.train.eval_batches))
+        train = self.config.train
+        rows = self._rows(train.eval_batch_size)
+        found = self.total(models, self.held_out(HELD_OUT, train.eval_batches, rows))
         measured = {"eval_loss": found.mean(found.loss), "accuracy": found.mean(found.right)}
         if isinstance(self.config.task, Text):
             measured["in_context"] = in_context_score(found.loss_by_position)
@@ -309,7 +335,7 @@ class LanguageTrainer:
         batches = train.final_sequences // train.eval_batch_size
         if whole and isinstance(task, Text):
             batches = self.corpus.tokens("validation")
-        found = self.total(models, self.held_out(FINAL, batches))
+        found = self.total(models, self.held_out(FINAL, batches, self._rows(train.eval_batch_size)))
         result = {"loss": found.mean(found.loss).tolist(), "accuracy": found.mean(found.right).tolist()}
         result["sequences"] = batches * train.eval_batch_size
         if not isinstance(task, Text):
@@ -331,7 +357,7 @@ class LanguageTrainer:
         assert isinstance(task, Text)
         found = {}
         for part in self.corpus.parts():
-            windows = self.corpus.in_order(size, task.length, part=part)
+            windows = self.corpus.in_order(size, task.length, part=part, rows=self._rows(size))
             if sequences is not None:
                 windows = (batch for _, batch in zip(range(-(-sequences // size)), windows, strict=False))
             try:
@@ -348,6 +374,7 @@ class LanguageTrainer:
         tokens that have so many before them. None unless that layer's attention is a distribution."""
         if not isinstance(self.config.model.blocks[0].mixer, Softmax):
             return None
+        models = jax.tree.map(lambda a: a.addressable_data(0), models)  # no other process is asked
         found = [
             [np.asarray(self._offsets(models, i, t)) for t in batch.tokens] for i in range(len(self._seeds))
         ]

@@ -45,6 +45,7 @@ from mesascope.tasks.shards import (
 from mesascope.tasks.tokens import Passages
 from mesascope.untrusted import check, is_plain_name
 
+ALL = slice(None)
 FORMAT = 1
 # A vocabulary is trained on so much of a corpus: more makes it slower and hardly different.
 TRAINING_CHARACTERS = 2**28
@@ -167,17 +168,26 @@ class Corpus:
         """Tokens of each part of the corpus."""
         return {name: part["tokens"] for name, part in self._split(split)["parts"].items()}
 
-    def batch(self, step: int, batch_size: int, length: int, *, seed: int, split: str = "train") -> Passages:
+    def batch(
+        self,
+        step: int,
+        batch_size: int,
+        length: int,
+        *,
+        seed: int,
+        split: str = "train",
+        rows: slice = ALL,
+    ) -> Passages:
         """What to train on in this step, whatever was asked for before.
 
         The split is cut into windows of `length` tokens; every epoch shows each of them once, in an order of its
-        own. Less than a window may be left over at the end.
+        own. Less than a window may be left over at the end. Of the batch, only `rows` are read and returned.
         """
         stream = self._stream(split)
         windows = max(stream.size - 1, 0) // length
         if windows == 0:
             raise ValueError(f"length: {split} has {stream.size} tokens, too few for one window of {length}.")
-        sample = step * batch_size + np.arange(batch_size, dtype=np.int64)
+        sample = step * batch_size + np.arange(batch_size, dtype=np.int64)[rows]
         chosen = np.empty_like(sample)
         for epoch in np.unique(sample // windows):
             here = sample // windows == epoch
@@ -185,12 +195,18 @@ class Corpus:
         return stream.windows(chosen, length)
 
     def in_order(
-        self, batch_size: int, length: int, *, split: str = "validation", part: str | None = None
+        self,
+        batch_size: int,
+        length: int,
+        *,
+        split: str = "validation",
+        part: str | None = None,
+        rows: slice = ALL,
     ) -> Iterator[Passages]:
         """The whole split, or the documents of one part of it, window after window.
 
         Every token but the first is a target once. The last windows are filled up with positions that do not count,
-        so that all batches have one shape.
+        so that all batches have one shape. Of each batch, only `rows` are read and returned.
         """
         stream = self._stream(split)
         if part is not None:
@@ -199,7 +215,7 @@ class Corpus:
             stream = stream.only(part)
         windows = -(-max(stream.size - 1, 0) // length)
         for first in range(0, windows, batch_size):
-            yield stream.windows(first + np.arange(batch_size), length)
+            yield stream.windows(first + np.arange(batch_size)[rows], length)
 
     def verify(self, console: Console | None = None) -> None:
         """Compare all files with their checksums.
