@@ -211,24 +211,25 @@ class _Mirrored:
     def _listing(self) -> dict[str, str]:
         """Every file that the store has of the folder, and what tells whether it is still the same."""
         fs, root = _open(self.url)
-        found = {path[len(root) :].lstrip("/"): about for path, about in fs.find(root, detail=True).items()}
         return {
-            name: hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
-            for name, about in found.items()
+            path.removeprefix(f"{root}/"): hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
+            for path, about in fs.find(root, detail=True).items()
+            if path.startswith(f"{root}/")
         }
 
     def _pull(self, into: Path, wanted: Callable[[str], bool]) -> None:
         with _reached(self.url):
             fs, root = _open(self.url)
-            there, record = _copied(self._listing()), _read_record(into)
+            there, before = _copied(self._listing()), _read_record(into)
+            record = {name: before[name] for name in before if name in there}
             for name in filter(wanted, there):
                 if record.get(name) != [there[name], _signature(into / name)]:
                     _get(fs, f"{root}/{name}", into / name)
                     record[name] = [there[name], _signature(into / name)]
             for name in _files(into).keys() - there.keys():
                 (into / name).unlink(missing_ok=True)
-            if into.exists():
-                store.write_json(into / RECORD, {name: record[name] for name in record if name in there})
+            if record != before:
+                store.write_json(into / RECORD, record)
 
     def push(self) -> None:
         self._check()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mesascope import runs
+from mesascope import parallel, runs
+from tests.language.test_training import RECALL, contents, tiny
 from tests.test_parallel import finished, kill_one_of_two, started, together
 
 OPTIONS = (
@@ -33,6 +34,15 @@ def close(a, b):
     assert (a["sequences"], a["at"]) == (b["sequences"], b["at"])
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_one_device_is_one_device(corpus, tmp_path):
+    for config, data in ((tiny(corpus.task(16)), corpus.path), (tiny(RECALL), None)):
+        alone = runs.fit(config, data=data, runs=tmp_path / "alone")
+        parallel.fit(config, data=data, runs=tmp_path / "parallel", max_minutes=0.0)
+        run = parallel.fit(config, data=data, runs=tmp_path / "parallel")
+        assert contents(run) == contents(alone)
+
+
 @pytest.mark.slow
 def test_eight_devices_and_two_processes_are_as_one(tmp_path, what):
     steps = ("--train.steps", "60")
@@ -54,4 +64,4 @@ def test_eight_devices_and_two_processes_are_as_one(tmp_path, what):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_processes_is_killed(tmp_path, what, victim):
-    kill_one_of_two(tmp_path, victim, what, "lm-2-mesa", ("--train.steps", "1500"))
+    kill_one_of_two(tmp_path, victim, what, "lm-2-mesa", ("--train.steps", "400"))
