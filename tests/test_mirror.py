@@ -5,9 +5,11 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -48,9 +50,36 @@ def elsewhere(tmp_path, monkeypatch):
     return go
 
 
-@pytest.fixture(params=["file", "memory"])
-def url(request, tmp_path):
-    yield f"file://{tmp_path}/store" if request.param == "file" else "memory://store"
+@pytest.fixture(scope="module")
+def s3():
+    """A server of this machine that speaks Amazon's protocol, and the environment of its clients."""
+    if find_spec("s3fs") is None or find_spec("moto") is None:
+        pytest.skip("s3fs and moto are not installed: pip install s3fs 'moto[server]'")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        for _ in range(300):
+            time.sleep(0.1)
+            with socket.socket() as client:
+                if client.connect_ex(("localhost", port)) == 0:
+                    break
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        yield dict.fromkeys(names, "test") | {"AWS_ENDPOINT_URL": f"http://localhost:{port}"}
+        server.kill()
+
+
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+def url(request, tmp_path, monkeypatch):
+    if request.param == "s3":
+        for name, value in request.getfixturevalue("s3").items():
+            monkeypatch.setenv(name, value)
+        bucket = tmp_path.name.replace("_", "-").lower()
+        fsspec.filesystem("s3").mkdir(bucket)
+        yield f"s3://{bucket}/runs"
+    else:
+        yield f"file://{tmp_path}/store" if request.param == "file" else "memory://store"
     fsspec.filesystem("memory").store.clear()
 
 
