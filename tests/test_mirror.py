@@ -261,7 +261,7 @@ def test_a_machine_that_was_silent_for_too_long(url, whole, elsewhere):
     def too_late() -> None:
         folder, held = hold(url)
         with held, folder.mirrored():
-            fs, root = fsspec.url_to_fs(folder.url)
+            fs, root = fsspec.url_to_fs(folder.where)
             fs.rm_file(f"{root}/{mirror.MARKER}")
             time.sleep(0.2)
             fs.pipe_file(f"{root}/{mirror.MARKER}", b"somebody else 0")

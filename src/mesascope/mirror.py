@@ -36,9 +36,11 @@ class Folder(Protocol):
 
     Attributes:
         path: where it is on this machine, for whoever holds it.
+        where: what its users call it.
     """
 
     path: Path
+    where: str
 
     def has(self, name: str) -> bool:
         """Whether the store has this file."""
@@ -126,7 +128,7 @@ class _Local:
     """A folder of a directory of runs: there is nothing to copy."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.where = path, str(path)
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -164,7 +166,7 @@ class _Mirrored:
     """A folder of a store at a URL."""
 
     def __init__(self, runs: str, name: str):
-        self.url = f"{runs.rstrip('/')}/{name}"
+        self.where = f"{runs.rstrip('/')}/{name}"
         self.path = directory(runs) / name
         self._copy = directory(runs) / ".seen" / name
         self._holder = b""
@@ -173,8 +175,8 @@ class _Mirrored:
         self._writing = threading.RLock()
 
     def has(self, name: str) -> bool:
-        with _reached(self.url):
-            fs, root = _open(self.url)
+        with _reached(self.where):
+            fs, root = _open(self.where)
             return fs.exists(f"{root}/{name}")
 
     def seen(self, *, weights: bool = True) -> Path:
@@ -193,13 +195,13 @@ class _Mirrored:
         return here
 
     def send(self, name: str) -> None:
-        with _reached(self.url):
-            fs, root = _open(self.url)
+        with _reached(self.where):
+            fs, root = _open(self.where)
             _put(fs, self.path / name, f"{root}/{name}")
 
     def merge(self) -> None:
-        with _reached(self.url):
-            fs, root = _open(self.url)
+        with _reached(self.where):
+            fs, root = _open(self.where)
             here, there = _files(self.path), _copied(self._listing())
             for name in there.keys() - here.keys():
                 _get(fs, f"{root}/{name}", self.path / name)
@@ -210,7 +212,7 @@ class _Mirrored:
 
     def _listing(self) -> dict[str, str]:
         """Every file that the store has of the folder, and what tells whether it is still the same."""
-        fs, root = _open(self.url)
+        fs, root = _open(self.where)
         return {
             path.removeprefix(f"{root}/"): hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
             for path, about in fs.find(root, detail=True).items()
@@ -218,8 +220,8 @@ class _Mirrored:
         }
 
     def _pull(self, into: Path, wanted: Callable[[str], bool]) -> None:
-        with _reached(self.url):
-            fs, root = _open(self.url)
+        with _reached(self.where):
+            fs, root = _open(self.where)
             there, before = _copied(self._listing()), _read_record(into)
             record = {name: before[name] for name in before if name in there}
             for name in filter(wanted, there):
@@ -233,8 +235,8 @@ class _Mirrored:
 
     def push(self) -> None:
         self._check()
-        with _reached(self.url):
-            fs, root = _open(self.url)
+        with _reached(self.where):
+            fs, root = _open(self.where)
             here, there, record = _files(self.path), self._listing(), _read_record(self.path)
             for torn in [name for name in there if name.endswith(".tmp")]:  # of a process that was killed
                 fs.rm_file(f"{root}/{torn}")
@@ -287,7 +289,7 @@ class _Mirrored:
         busy: type[Exception],
         note: Callable[[str], None],
     ) -> Iterator[None]:
-        taken = busy(f"{self.url} is being {doing} by another process.")
+        taken = busy(f"{self.where} is being {doing} by another process.")
         with store.locked(self.path, field=field, doing=doing, error=error, busy=busy):
             self._take(taken, note)
 
@@ -315,11 +317,11 @@ class _Mirrored:
     def is_held(self) -> bool:
         if store.is_locked(self.path):
             return True
-        with _reached(self.url):
+        with _reached(self.where):
             return (marker := self._marker()) is not None and self._changes(marker, 2 * SECONDS_BETWEEN_BEATS)
 
     def _marker(self) -> bytes | None:
-        fs, root = _open(self.url)
+        fs, root = _open(self.where)
         try:
             return fs.cat_file(f"{root}/{MARKER}")
         except FileNotFoundError:
@@ -334,13 +336,13 @@ class _Mirrored:
         return False
 
     def _is_ours(self) -> bool:
-        with self._writing, _reached(self.url):
+        with self._writing, _reached(self.where):
             return bool(self._holder) and (self._marker() or b"").startswith(self._holder)
 
     def _take(self, taken: Exception, note: Callable[[str], None]) -> None:
         last = _read(self.path / HOLDER)
-        with _reached(self.url):
-            fs, root = _open(self.url)
+        with _reached(self.where):
+            fs, root = _open(self.where)
             fs.makedirs(root, exist_ok=True)
             found = self._marker()
             if found is not None and last and found.startswith(last):
@@ -350,7 +352,7 @@ class _Mirrored:
             self._holder = uuid.uuid4().hex.encode()
             lives = False
             if found is not None:
-                note(f"{self.url} is held: looking whether by a process that lives.")
+                note(f"{self.where} is held: looking whether by a process that lives.")
                 lives = self._changes(found, SECONDS_WITHOUT_A_BEAT)
             if not lives:
                 with suppress(FileNotFoundError):
@@ -365,19 +367,19 @@ class _Mirrored:
         while not over.wait(SECONDS_BETWEEN_BEATS):
             beats += 1
             # A store that cannot be reached now may be so by the next beat.
-            with suppress(StoreError), self._writing, _reached(self.url):
+            with suppress(StoreError), self._writing, _reached(self.where):
                 if not self._is_ours():
                     return
-                fs, root = _open(self.url)
+                fs, root = _open(self.where)
                 fs.pipe_file(f"{root}/{MARKER}", self._holder + b" %d" % beats)
 
     def _release(self, over: threading.Event, beats: threading.Thread) -> None:
         over.set()
         beats.join()
         # Should the store be out of reach, the marker no longer changes.
-        with suppress(StoreError), _reached(self.url):
+        with suppress(StoreError), _reached(self.where):
             if self._is_ours():
-                fs, root = _open(self.url)
+                fs, root = _open(self.where)
                 fs.rm_file(f"{root}/{MARKER}")
 
 

@@ -1,7 +1,6 @@
 """How far training is: a bar on a terminal, plain lines elsewhere."""
 
 import time
-from pathlib import Path
 from typing import Protocol, Self, final
 
 import numpy as np
@@ -28,7 +27,7 @@ class Progress(Protocol):
     def advanced(self, step: int, loss: np.ndarray) -> None: ...
     def evaluated(self, step: int, loss: np.ndarray) -> None: ...
     def note(self, text: str) -> None: ...
-    def finished(self, path: Path, loss: np.ndarray) -> None: ...
+    def finished(self, where: str, loss: np.ndarray) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -84,8 +83,8 @@ class Lines:
     def note(self, text: str) -> None:
         _print(self.console, text)
 
-    def finished(self, path: Path, loss: np.ndarray) -> None:
-        self.note(f"{path}: loss on fresh sequences {spread(loss)}")
+    def finished(self, where: str, loss: np.ndarray) -> None:
+        self.note(f"{where}: loss on fresh sequences {spread(loss)}")
 
     def stop(self) -> None: ...
 
@@ -116,9 +115,9 @@ class Bar:
     def note(self, text: str) -> None:
         _print(self.console, text)
 
-    def finished(self, path: Path, loss: np.ndarray) -> None:
+    def finished(self, where: str, loss: np.ndarray) -> None:
         self.bar.stop()
-        self.note(f"{path}: loss on fresh sequences {spread(loss)}")
+        self.note(f"{where}: loss on fresh sequences {spread(loss)}")
 
     def stop(self) -> None:
         self.bar.stop()

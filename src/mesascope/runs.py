@@ -268,7 +268,7 @@ def fit(
         if run.finished:
             _mend(run, alone, progress)
         if run.finished:
-            progress.note(f"{run.path} has already been trained.")
+            progress.note(f"{folder.where} has already been trained.")
             return run
         trainer = trainer or alone
         state = run._restore(trainer.shapes, progress)
@@ -279,7 +279,7 @@ def fit(
             state = trainer.start()
         else:
             state = trainer.place(state)
-            progress.note(f"going on at step {int(state.step)} of {run.path}")
+            progress.note(f"going on at step {int(state.step)} of {folder.where}")
             _note_changes(run, int(state.step), progress)
         opened: list[Sink] = []
         try:
@@ -290,6 +290,8 @@ def fit(
             progress.stop()
             for sink in opened:
                 sink.close()
+    if run.finished:
+        progress.finished(folder.where, np.array(run.result["loss"]))
     return run
 
 
@@ -398,7 +400,6 @@ def _train(
     _conclude(run, trainer, state.models)
     for path in run._checkpoints:
         path.unlink()
-    progress.finished(run.path, np.array(run.result["loss"]))
 
 
 def _send(folder: mirror.Folder, runs: str | Path, progress: Progress) -> None:
