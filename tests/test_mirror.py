@@ -25,6 +25,7 @@ from mesascope.runs import BusyError, Run, RunError, find, fit
 from mesascope.show import list_runs
 from mesascope.store import StoreError
 from mesascope.sweep import TrainingRun, read_spec, status, sweep
+from tests.test_faults import Stop
 from tests.test_runs import ENVIRONMENT, command, contents, last_step
 from tests.test_sweep import SPEC, Instant
 from tests.test_sweep import command as sweep_command
@@ -101,10 +102,11 @@ def there(url: str) -> set[str]:
 
 
 def stopped(url: str) -> Path:
-    """A run that was ended after two checkpoints; its folder on this machine."""
-    fit(CONFIG, runs=url, max_minutes=0.0)
-    run = fit(CONFIG, runs=url, max_minutes=2e-4, save_seconds=0.0)
-    assert 0 < run.step < 40
+    """A run that was ended at step 20, with two checkpoints before; its folder on this machine."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(CONFIG, runs=url, save_seconds=0.0, sinks=[Stop])
+    run = Run(runs.path_of(CONFIG, url))
+    assert 0 < run.step < 20
     return run.path
 
 
