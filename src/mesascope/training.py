@@ -10,6 +10,7 @@ that gradient descent tunes.
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -296,7 +297,8 @@ def divide_cpu() -> None:
     """
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not forced and jax.config.jax_num_cpu_devices < 1:  # pyright: ignore
-        jax.config.update("jax_num_cpu_devices", cores())
+        with suppress(RuntimeError):  # it has been asked: this process keeps the devices it has
+            jax.config.update("jax_num_cpu_devices", cores())
 
 
 CORES = "MESASCOPE_CORES"
