@@ -18,6 +18,7 @@ LAYERS = [
     "layer",
     "untrusted",
     "store",
+    "mirror",
     "progress",
     "tasks",
     "parts",

@@ -162,10 +162,10 @@ def test_what_is_tuned_is_found_once_and_released(tmp_path, monkeypatch):
 def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, console, monkeypatch):
     scale = SCALES["released"]
     monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
-    with pytest.raises(StoreError, match="neither do the arrays of the piece 'second'"):
+    with pytest.raises(StoreError, match="nor the arrays of the piece 'second'"):
         machinery.reproduce(["own"], scale=scale, out=tmp_path, console=console)
     assert machinery.reproduce(scale=scale, out=tmp_path, console=console) == []
-    assert "left out: own: the weights of nothing does not come" in console.export_text()
+    assert "left out: own: the repository has neither the weights of nothing" in console.export_text()
     outcomes = machinery.reproduce(scale=SMOKE, out=tmp_path, console=console)
     machinery.publish(outcomes, tmp_path / "results", tmp_path / "runs")
     (outcome,) = machinery.reproduce(scale=scale, out=tmp_path, console=console)

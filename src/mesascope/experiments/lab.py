@@ -216,7 +216,7 @@ class Lab:
         about = json.dumps({"scale": asdict(self.scale), "by_seed": by_seed, "models": models})
         if path != released.tuned_path(name) and not self._is_about(path, about):
             if self.scale.from_released and by_seed:
-                raise NotReleasedError(f"{name}, tuned,")
+                raise NotReleasedError(f"what was tuned as {name}")
             folder = tuned_folder(self.runs, self.scale.name)
             found = {n: np.asarray(a) for n, a in find().items()}
             store.write_arrays(folder.path / path.name, found, about=about)

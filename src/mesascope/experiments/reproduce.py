@@ -110,8 +110,8 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
             part = stored_about.get("pieces", {}).get(name)
             if part is None:
                 raise NothingStoredError(
-                    f"{experiment.id}: {missing} does not come with the repository, and neither do the arrays "
-                    f"of the piece {name!r}. `--preset quick` or `--preset paper` computes them."
+                    f"{experiment.id}: the repository has neither {missing} nor the arrays of the piece {name!r}. "
+                    "`--preset quick` or `--preset paper` computes them."
                 ) from None
             arrays |= {n: stored[n] for n in part["arrays"]}
             origin |= dict.fromkeys(part["arrays"], "stored")
