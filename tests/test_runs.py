@@ -395,7 +395,7 @@ def test_going_on_with_other_libraries_is_recorded(tmp_path, monkeypatch):
     config = tiny(steps=40)
     run = stopped(config, tmp_path)
     made = runs.provenance
-    monkeypatch.setattr(runs, "provenance", lambda config: made(config) | {"device": "abacus"})
+    monkeypatch.setattr(runs, "provenance", lambda *given: made(*given) | {"device": "abacus"})
     console = plain()
     assert fit(config, runs=tmp_path, console=console).finished
     assert "not as it was begun: device changed" in console.export_text()

@@ -193,11 +193,13 @@ def test_a_loss_that_is_not_finite_is_noticed_at_its_step():
     assert (np.asarray(trainer.advance(first.state, 3).failed) == 1).all()
 
 
-def test_batches_are_cut_over_the_cores_unless_a_step_calls_lapack():
+def test_batches_are_cut_over_the_cores_unless_a_step_calls_lapack(tmp_path):
     """A process whose CPU is divided: the same losses as undivided, but for rounding."""
     program = """
+import sys
 import jax
 from mesascope.presets import preset
+from mesascope.runs import fit
 from mesascope.training import Trainer, divide_cpu, over_the_cores
 from tests.test_training import tiny
 divide_cpu()
@@ -210,10 +212,16 @@ assert over_the_cores(preset("contracting-linear-1")).mesh is None
 for trainer in (cut, Trainer(cut.config)):
     state = trainer.advance(trainer.start(), 20).state
     print(*state.loss_sum, *trainer.measure(state.models)["eval_loss"])
+run = fit(cut.config, runs=sys.argv[1], max_minutes=0.0)
+assert run.provenance["precision"] == "float32 on 3 devices"
 """
-    environment = os.environ | {"MESASCOPE_CORES": "3", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "3", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     several, one = (np.array(line.split(), float) for line in done.stdout.splitlines())

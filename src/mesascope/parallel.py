@@ -83,6 +83,10 @@ class Leader:
         return self.trainer.config
 
     @property
+    def devices(self) -> int:
+        return self.trainer.devices
+
+    @property
     def shapes(self) -> TrainState:
         return self.trainer.shapes
 

@@ -275,12 +275,12 @@ def fit(
         if state is None:
             # Remains of an earlier beginning that never came to a checkpoint.
             (run.path / "metrics.jsonl").unlink(missing_ok=True)
-            store.write_json(run.path / "provenance.json", provenance(config))
+            store.write_json(run.path / "provenance.json", provenance(config, trainer.devices))
             state = trainer.start()
         else:
             state = trainer.place(state)
             progress.note(f"going on at step {int(state.step)} of {folder.where}")
-            _note_changes(run, int(state.step), progress)
+            _note_changes(run, int(state.step), trainer.devices, progress)
         opened: list[Sink] = []
         try:
             opened += [sink(run, int(state.step)) for sink in sinks]
@@ -577,14 +577,14 @@ def interrupts() -> Iterator[list[int]]:
 # Where a run comes from.
 
 
-def provenance(config: Config | LanguageConfig) -> dict[str, Any]:
-    """What a run is being made with."""
+def provenance(config: Config | LanguageConfig, devices: int) -> dict[str, Any]:
+    """What a run is being made with, on so many devices: a sum over several is rounded otherwise than over one."""
     if isinstance(config, LanguageConfig):
-        # A sum over devices is rounded otherwise than over one.
-        precision = f"{config.model.compute} on {jax.device_count()} devices"
+        precision = f"{config.model.compute} on {devices} devices"
     else:
         tf32 = config.model.tf32 and jax.default_backend() == "gpu"
         precision = "tf32 projections" if tf32 else "float32"
+        precision += f" on {devices} devices" if devices > 1 else ""
     return made_with() | {"precision": precision, "command": sys.argv}
 
 
@@ -655,9 +655,9 @@ def _check_source(run: Run, progress: Progress) -> None:
     progress.note(f"{what}. To train it anew: --fresh.")
 
 
-def _note_changes(run: Run, step: int, progress: Progress) -> None:
+def _note_changes(run: Run, step: int, devices: int, progress: Progress) -> None:
     """A run that goes on elsewhere is still a run, but not one whose bits can be had again: it says so."""
-    made, now = run.provenance, provenance(run.config)
+    made, now = run.provenance, provenance(run.config, devices)
     changed = [name for name in ("device", "precision", "python", "libraries") if made.get(name) != now[name]]
     if changed:
         progress.note(f"not as it was begun: {', '.join(changed)} changed; recorded in provenance.json.")

@@ -293,20 +293,13 @@ def over_the_cores(config: Config) -> "Trainer":
 def divide_cpu() -> None:
     """Make each core of a CPU a device of its own, unless their number has been set; before JAX is asked for devices.
 
-    One device keeps little more than one and a half cores busy with the steps of small models.
+    One device keeps little more than one and a half cores busy with the steps of small models. Sums over a batch are
+    rounded by how it is cut; so workers of a sweep, whose runs must not depend on how many there are, do not do this.
     """
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not forced and jax.config.jax_num_cpu_devices < 1:  # pyright: ignore
         with suppress(RuntimeError):  # it has been asked: this process keeps the devices it has
-            jax.config.update("jax_num_cpu_devices", cores())
-
-
-CORES = "MESASCOPE_CORES"
-
-
-def cores() -> int:
-    """That this process may use: all it is given, or as many as this variable says."""
-    return int(os.environ.get(CORES, len(os.sched_getaffinity(0))))
+            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
 class Trainer:
@@ -325,6 +318,11 @@ class Trainer:
                 raise ValueError(
                     f"train.{name}: expected a multiple of the {mesh.shape['data']} devices, got {size}."
                 )
+
+    @property
+    def devices(self) -> int:
+        """How many work on a batch."""
+        return 1 if self.mesh is None else self.mesh.size
 
     @property
     def _seed_keys(self) -> PRNGKeyArray:

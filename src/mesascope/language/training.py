@@ -111,6 +111,11 @@ class LanguageTrainer:
         return mesh
 
     @property
+    def devices(self) -> int:
+        """How many work on a batch."""
+        return self._mesh.size
+
+    @property
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self._mesh, _P())
 

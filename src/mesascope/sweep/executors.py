@@ -13,7 +13,6 @@ from typing import Any, Protocol, final
 
 from mesascope.runs import RunError
 from mesascope.sweep.worker import FAILED, work
-from mesascope.training import CORES, cores
 
 
 class Running(Protocol):
@@ -83,10 +82,8 @@ class Local:
     def __init__(self, slots: int):
         self.slots: int | None = slots
         self.gpus = _gpus()
-        # Several processes share the cores; and GPUs, of whose memory JAX takes most at the start, unless told not to.
-        self.shares = {CORES: str(max(1, cores() // slots))}
-        if 0 < len(self.gpus) < slots:
-            self.shares["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        # JAX takes most of a GPU's memory when it starts, unless several processes are to share it.
+        self.shares = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if 0 < len(self.gpus) < slots else {}
         self.started: list[_Process] = []
 
     def start(self, job: str) -> "_Process":

@@ -20,8 +20,7 @@ def work(text: str) -> int:
     from mesascope import store
     from mesascope.experiments.lab import OutOfTimeError
     from mesascope.runs import BusyError, RunError, keep_compiled
-    from mesascope.sweep.pieces import Job, TrainingRun, folder_of
-    from mesascope.training import divide_cpu
+    from mesascope.sweep.pieces import Job, folder_of
     from mesascope.untrusted import StoreError, parse_json
 
     job = store.from_dict(parse_json(text, "job"), Job)
@@ -39,8 +38,6 @@ def work(text: str) -> int:
             try:
                 from rich.console import Console
 
-                if isinstance(job.piece, TrainingRun):
-                    divide_cpu()
                 keep_compiled(job.piece.runs)
                 finished = job.piece.do(job.max_minutes, Console(width=120))
                 ended = DONE if finished else OUT_OF_TIME if job.max_minutes is not None else STOPPED
