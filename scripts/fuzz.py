@@ -113,7 +113,9 @@ def make_run(folder: Path) -> None:
     store.write_json(path / "config.json", store.to_dict(CONFIG))
     store.write_arrays(path / "checkpoint.safetensors", now, step="5", config=store.digest(CONFIG))
     store.write_arrays(path / "weights.safetensors", now.models, config=store.digest(CONFIG))
-    store.write_json(path / "provenance.json", runs.provenance(CONFIG, devices=1) | {"command": ["mesascope", "train"]})
+    store.write_json(
+        path / "provenance.json", runs.provenance(CONFIG, devices=1) | {"command": ["mesascope", "train"]}
+    )
     store.write_json(path / "timing.json", {"seconds": 1.5, "steps_per_second": 8.0, "host_share": 0.1})
     by_position = [[1.0, 0.5, 0.25, 0.125]] * 2
     store.write_json(
