@@ -24,6 +24,7 @@ LAYERS = [
     "parts",
     "models",
     "training",
+    "flops",
     "language",
     "theory",
     "analysis",

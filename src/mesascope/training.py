@@ -343,7 +343,9 @@ class Trainer:
 
     def start(self) -> TrainState:
         """Before the first step."""
-        return jax.jit(self._start, out_shardings=self._everywhere)()
+        # Weights are drawn once, and a program that does it fast takes seconds to compile.
+        hastily = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(self._start, out_shardings=self._everywhere, compiler_options=hastily)()
 
     def place(self, state: TrainState) -> TrainState:
         """A state from elsewhere, on the devices that train it."""

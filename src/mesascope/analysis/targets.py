@@ -26,10 +26,9 @@ def sampler(
     keep: Callable[[Trajectories], np.ndarray] | None = None,
 ) -> Sample:
     """Fresh sequences of a task, as a model is shown them, with these targets; `keep` as in `without_outliers`."""
-    trajectories = jax.jit(task.sample, static_argnums=1)
 
     def sample(key: PRNGKeyArray, batch_size: int) -> Batch:
-        drawn = trajectories(key, batch_size)
+        drawn = task.sample(key, batch_size)
         shown = tokens(drawn.observations).tokens
         found = {name: target(drawn) for name, target in targets.items()}
         return Batch(shown, found, None if keep is None else keep(drawn))

@@ -84,9 +84,9 @@ def algorithm_losses(
     """½‖error‖² of an algorithm by time, on the sequences of `model_losses`."""
     count = max(1, lab.scale.sequences // batch_size)
     size = min(batch_size, lab.scale.sequences)
-    measure = jax.jit(lambda key: loss_by_time(algorithm, sample(key, size)))
     keys = [jax.random.fold_in(jax.random.key(EVALUATION), i) for i in range(count)]
-    return Named.of(np.mean([np.asarray(measure(key), np.float64) for key in keys], 0), "time")
+    losses = [np.asarray(loss_by_time(algorithm, sample(key, size)), np.float64) for key in keys]
+    return Named.of(np.mean(losses, 0), "time")
 
 
 def tuned(lab: Lab, name: str, start: T, draw: Callable[[Array], Context], *, rate: float) -> T:

@@ -43,13 +43,14 @@ def mechanism(lab: Lab) -> Arrays:
 
     # Queries after layers 1 to STEPS + 1; layer 1 copies.
     queries = jax.jit(lambda s: built.stream(s, "solution"))(context.queries)[1:-1]
-    last_layer = jax.jit(lambda x: loss_by_time(GradientStep(eta), context._replace(queries=x)))
-    by_layer = [np.asarray(last_layer(x), np.float64) for x in queries]
+    by_layer = [
+        np.asarray(loss_by_time(GradientStep(eta), context._replace(queries=x)), np.float64) for x in queries
+    ]
     wanted = jax.jit(lambda: algorithm(context))()
     exact = jax.jit(lambda: ridge(context))()
     return {
         "by_layer": Named.of(np.stack(by_layer), "layer", "time"),
-        "least_squares": Named.of(jax.jit(lambda: loss_by_time(ridge, context))(), "time"),
+        "least_squares": Named.of(loss_by_time(ridge, context), "time"),
         "distance": Named.of(jax.jit(lambda: apart(built(context.queries), wanted))()),
         "distance_mesa": Named.of(jax.jit(lambda: apart(two_layers(context.queries), exact))()),
     }

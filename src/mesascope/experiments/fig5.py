@@ -91,14 +91,13 @@ def _both(lab: Lab, dim: int, noise: float) -> dict[str, float]:
     the higher their dimension, of which there are about as many in all from ten dimensions on.
     """
     task = Dynamics.linear(state_dim=dim, length=4 * dim, state_noise=noise)
-    draw = jax.jit(task.sample, static_argnums=1)
     fewer = max(1.0, (dim / 10) ** 2)
     size = min(lab.scale.sequences, max(32, int(128 / fewer)))
     keys = [
         jax.random.fold_in(jax.random.key(EVALUATION), i)
         for i in range(max(1, int(lab.scale.sequences / fewer) // size))
     ]
-    batches = [draw(key, size).observations for key in keys]
+    batches = [task.sample(key, size).observations for key in keys]
     found = {"zero": float(np.mean([0.5 * np.mean(np.asarray(batch)[:, 1:] ** 2) for batch in batches]))}
     choices = {
         "ridge": (Ridge, (0.01, 1e6), partial(autoregressive, newest_pair=True)),
@@ -107,7 +106,7 @@ def _both(lab: Lab, dim: int, noise: float) -> dict[str, float]:
     }
 
     def search() -> dict[str, float]:
-        tuning = draw(jax.random.key(TUNING), size).observations
+        tuning = task.sample(jax.random.key(TUNING), size).observations
         return {
             name: line_search(build, context(tuning), *bounds, points=7, rounds=4)[0]
             for name, (build, bounds, context) in choices.items()

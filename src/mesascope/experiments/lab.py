@@ -8,23 +8,23 @@ lab.tuned("gd-1", find)               # the same for numbers that something else
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.console import Console
 
 from mesascope import mirror, released, store
+from mesascope.flops import flops_per_step
 from mesascope.models import Transformer
 from mesascope.presets import Variant, preset
 from mesascope.runs import Run, fit
 from mesascope.store import StoreError
 from mesascope.tasks import Examples
-from mesascope.training import Config, Trainer, with_train
+from mesascope.training import Config, Trainer, WarmupCosine, with_train
 from mesascope.untrusted import is_plain_name
 
 
@@ -47,6 +47,7 @@ class Scale:
     Attributes:
         seeds: models of each kind; None for the presets' five.
         steps: part of the presets' training steps.
+        gflop: of training models of one kind, at most; None for as many as that part of the steps takes.
         batch_size: of training at most; None for the presets'.
         sequences: for losses, attention maps and distances.
         probe_sequences: for probes, half of them to fit.
@@ -60,6 +61,7 @@ class Scale:
     name: Literal["smoke", "quick", "released", "paper"]
     seeds: int | None
     steps: float = 1.0
+    gflop: float | None = None
     batch_size: int | None = None
     sequences: int
     probe_sequences: int
@@ -75,7 +77,7 @@ SCALES = {
     for scale in (
         Scale(name="smoke", seeds=2, steps=0.0, batch_size=4, sequences=16, probe_sequences=512,
               tune_steps=2, prompt_steps=2, distill_steps=2, trained=False),
-        Scale(name="quick", seeds=2, steps=0.1, batch_size=64, sequences=1024, probe_sequences=2048,
+        Scale(name="quick", seeds=2, steps=0.1, gflop=1500, batch_size=16, sequences=1024, probe_sequences=2048,
               tune_steps=300, prompt_steps=300, distill_steps=500, trained=False),
         Scale(name="released", seeds=1, sequences=4096, probe_sequences=4096,
               tune_steps=600, prompt_steps=2000, distill_steps=2000, from_released=True),
@@ -86,6 +88,7 @@ SCALES = {
 
 # What `released` trains before the reader's eyes.
 LIVE = ("interpolation-1",)
+EVALUATIONS = 20
 
 
 class Trained:
@@ -124,12 +127,12 @@ class Trained:
     @property
     def sample(self) -> Callable[[PRNGKeyArray, int], Examples]:
         """Fresh sequences of its task, as the models are shown them."""
-        return jax.jit(self.config.examples, static_argnums=1)
+        return self.config.examples
 
     @property
     def observations(self) -> Callable[[PRNGKeyArray, int], Float[Array, "batch time+1 obs"]]:
         """Fresh sequences of its task."""
-        return jax.jit(lambda key, count: self.config.task.sample(key, count).observations, static_argnums=1)
+        return lambda key, count: self.config.task.sample(key, count).observations
 
 
 class Lab:
@@ -155,23 +158,7 @@ class Lab:
 
     def config(self, name: str, variant: Variant = "as_run") -> Config:
         """A preset at this scale."""
-        config, scale = preset(name, variant), self.scale
-        train = config.train
-        steps = max(6, round(scale.steps * train.steps))
-        changes = (
-            {}
-            if steps == train.steps
-            else {"steps": steps, "eval_every": max(2, train.eval_every * steps // train.steps)}
-        )
-        if scale.seeds is not None:
-            changes["seeds"] = scale.seeds
-        if scale.batch_size is not None:
-            changes["batch_size"] = min(scale.batch_size, train.batch_size)
-        if scale.name == "smoke":
-            changes |= {"eval_batches": 1, "eval_batch_size": 4, "final_sequences": 4}
-        if train.keep_every is not None and steps < train.steps:
-            changes["keep_every"] = max(2, train.keep_every * steps // train.steps)
-        return with_train(config, **changes)
+        return _at_scale(preset(name, variant), self.scale)
 
     def trained(self, name: str, variant: Variant = "as_run") -> Trained:
         """The models of a preset: trained now, found trained, or released.
@@ -278,6 +265,41 @@ class Lab:
         """
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTimeError("the time given is up.")
+
+
+@cache
+def _at_scale(config: Config, scale: Scale) -> Config:
+    changes: dict[str, Any] = {}
+    if scale.seeds is not None:
+        changes["seeds"] = scale.seeds
+    if scale.batch_size is not None:
+        changes["batch_size"] = min(scale.batch_size, config.train.batch_size)
+    if scale.steps < 1:
+        changes |= _shortened(with_train(config, **changes), scale)
+    if scale.name == "smoke":
+        changes |= {"eval_batches": 1, "eval_batch_size": 4, "final_sequences": 4}
+    return with_train(config, **changes)
+
+
+def _shortened(config: Config, scale: Scale) -> dict[str, Any]:
+    """Fewer steps, with the rate's whole schedule in them, and about `EVALUATIONS` looks at held-out sequences."""
+    train = config.train
+    steps = scale.steps * train.steps
+    if scale.gflop is not None:
+        steps = min(steps, 1e9 * scale.gflop / flops_per_step(config))
+    steps = max(6, round(steps))
+    part, rate = steps / train.steps, train.optimizer.rate
+    if isinstance(rate, WarmupCosine):
+        warmup = max(1, round(part * rate.warmup))
+        rate = replace(rate, warmup=warmup, end=max(warmup + 1, round(part * rate.end)))
+    return {
+        "steps": steps,
+        "optimizer": replace(train.optimizer, rate=rate),
+        "eval_every": max(2, steps // EVALUATIONS),
+        "eval_batches": 1,
+        "keep_every": None if train.keep_every is None else max(2, round(part * train.keep_every)),
+        "final_sequences": min(scale.sequences, train.final_sequences),
+    }
 
 
 def tuned_folder(runs: str | Path, scale: str) -> mirror.Folder:

@@ -50,7 +50,7 @@ def controls(family: str) -> Callable[[Lab], Arrays]:
         sample = contexts(task)
         rate, _ = line_search(
             GradientStep,
-            jax.jit(sample, static_argnums=1)(jax.random.key(TUNING), lab.scale.sequences),
+            sample(jax.random.key(TUNING), lab.scale.sequences),
             1e-5,
             1.0,
         )

@@ -210,6 +210,9 @@ class Dynamics:
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Trajectories:
         """Independent sequences. The same key gives the same bytes."""
+        return _sample(self, key, batch_size)
+
+    def _sample(self, key: PRNGKeyArray, batch_size: int) -> Trajectories:
         if self.nonlinearity is None:
             # The seventh exists only for spectra: splitting in seven would change the other six.
             count = 7 if isinstance(self.transition, Contracting) else 6
@@ -281,6 +284,10 @@ class Dynamics:
         """One matrix for all sequences: nothing to learn in context."""
         fixed = dict(transition=FixedOrthogonal())
         return cls(**by_variant(variant, fixed | dict(initial=Uniform(bound=1.0)), fixed) | changes)
+
+
+# Compiled once for each task and size, whoever asks; part of whatever is compiled around it.
+_sample = jax.jit(Dynamics._sample, static_argnums=(0, 2), inline=True)
 
 
 def by_variant(variant: str, as_run: dict, as_written: dict) -> dict:

@@ -121,15 +121,17 @@ Algorithm = Callable[[Context], Float[Array, "*batch time value"]]
 Tunable = TypeVar("Tunable", bound=eqx.Module)
 
 
+@eqx.filter_jit
 def loss_by_time(algorithm: Algorithm, context: Context) -> Float[Array, " time"]:
-    """Mean over sequences of ½‖error‖², zero where nothing is predicted."""
+    """Mean over sequences of ½‖error‖², zero where nothing is predicted. Compiled once for each kind of algorithm and
+    shape."""
     errors = half_squared_errors(algorithm(context), context.targets)
     return jnp.where(context.predicts, jnp.mean(errors.reshape(-1, errors.shape[-1]), 0), 0)
 
 
 @eqx.filter_jit
 def loss(algorithm: Algorithm, context: Context) -> Float[Array, ""]:
-    """Mean over sequences and predicted times of ½‖error‖². Compiled once for each kind of algorithm and shape."""
+    """Mean over sequences and predicted times of ½‖error‖². Compiled likewise."""
     by_time = loss_by_time(algorithm, context)
     return jnp.sum(by_time) / jnp.sum(context.predicts.astype(by_time.dtype))
 
