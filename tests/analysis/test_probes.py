@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.analysis.probes import Batch, probe, probe_checkpoints, residual_stream
+from mesascope.analysis.probes import Batch, probe, probe_checkpoints, probe_each, residual_stream
 from mesascope.analysis.results import stack
 from mesascope.analysis.targets import (
     exact_solution,
@@ -316,6 +316,30 @@ def test_same_key_same_numbers():
     one, two, other = (probe(toys(2), noisy, key=jax.random.key(k), **arguments) for k in (0, 0, 1))
     np.testing.assert_array_equal(one.error.values, two.error.values)
     assert np.any(one.error.values != other.error.values)
+
+
+def test_several_at_once_are_each_alone():
+    def late(key, batch_size):
+        batch = noisy(key, batch_size)
+        return batch._replace(targets={"now": batch.tokens}, keep=jnp.sum(batch.tokens, -1) < 1.5)
+
+    arguments = dict(
+        untrained=toys(2, 9), activations=toy, sequences=64, batch_size=32, key=jax.random.key(0)
+    )
+    samples = {"all": noisy, "late": late}
+    for name, found in probe_each(toys(2), samples, **arguments).items():
+        alone = probe(toys(2), samples[name], **arguments)
+        assert found.targets == alone.targets
+        for field in ("error", "untrained", "shuffled", "input"):
+            np.testing.assert_array_equal(getattr(found, field).values, getattr(alone, field).values)
+        for field in ("size", "in_sample", "in_sample_size"):
+            np.testing.assert_array_equal(getattr(found, field), getattr(alone, field))
+        for control in found.beats:
+            np.testing.assert_array_equal(found.beats[control], alone.beats[control])
+    with pytest.raises(ValueError, match="'other' draws other sequences than 'all'"):
+        probe_each(
+            toys(2), {"all": noisy, "other": lambda k, n: noisy(jax.random.fold_in(k, 1), n)}, **arguments
+        )
 
 
 def wide(key, batch_size):

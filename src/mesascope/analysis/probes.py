@@ -222,6 +222,27 @@ def probe(
     Raises:
         ValueError: fewer sequences to fit than twice the width of an activation: such a probe fits anything.
     """
+    return probe_each(
+        models, {"": sample}, untrained=untrained, activations=activations, paths=paths, sequences=sequences,
+        batch_size=batch_size, ridge=ridge, margin=margin, key=key,
+    )[""]  # fmt: skip
+
+
+def probe_each(
+    models: PyTree,
+    samples: Mapping[str, Sample],
+    *,
+    untrained: PyTree,
+    activations: Activations = activations_of,
+    paths: Sequence[str] | None = None,
+    sequences: int = 8192,
+    batch_size: int = 256,
+    ridge: float = 1e-8,
+    margin: float = 0.1,
+    key: PRNGKeyArray,
+) -> dict[str, Probes]:
+    """`probe` for several samplers that draw the same sequences and differ in what they look for and which positions
+    count. Activations, which take most of the time, are computed once."""
     trained, fresh = unstack(models), unstack(untrained, "untrained")
     if len(fresh) < 2:
         raise ValueError(
@@ -231,73 +252,107 @@ def probe(
         raise ValueError("untrained: these models are built differently from those that are probed.")
     sizes = [*batches(sequences // 2, batch_size), *batches(sequences - sequences // 2, batch_size)]
     to_fit = len(sizes) // 2
-    drawn = sample(jax.random.fold_in(key, 0), sizes[0])
-    chosen = _choose(paths, drawn, activations, trained[0], sequences // 2)
-    read = reader(activations, chosen)
-    names, widths = tuple(drawn.targets), [np.shape(y)[-1] for y in drawn.targets.values()]
-    parts = np.concatenate([[0], np.cumsum(widths)])[:-1]
-    dim, slots = sum(widths), len(trained) + len(fresh)
 
-    def regressors(batch: Batch) -> Iterator[tuple[tuple[int, int], Float[np.ndarray, "time batch width"]]]:
-        """By (model, path), the models before the untrained ones; the input last, under (-1, -1)."""
-        seen = [read(model, batch.tokens) for model in (*trained, *fresh)]
-        for p, path in enumerate(chosen):
-            for m in range(slots):
+    def draw(i: int) -> dict[str, Batch]:
+        drawn = {name: sample(jax.random.fold_in(key, i), sizes[i]) for name, sample in samples.items()}
+        (one, first), *others = drawn.items()
+        for name, batch in others:
+            if not np.array_equal(batch.tokens, first.tokens):
+                raise ValueError(f"samples: {name!r} draws other sequences than {one!r}.")
+        return drawn
+
+    drawn = draw(0)
+    chosen, *_ = [_choose(paths, batch, activations, trained[0], sequences // 2) for batch in drawn.values()]
+    read = reader(activations, chosen)
+    ongoing = {name: _Ongoing(batch, chosen, len(trained), len(fresh)) for name, batch in drawn.items()}
+    for i in range(len(sizes)):
+        drawn = drawn if i == 0 else draw(i)
+        tokens = next(iter(drawn.values())).tokens
+        seen = [read(model, tokens) for model in (*trained, *fresh)]
+        for name, batch in drawn.items():
+            if i == to_fit:
+                ongoing[name].solve(ridge)
+            if i < to_fit:
+                ongoing[name].fit(batch, seen)
+            else:
+                ongoing[name].score(batch, seen, margin)
+    return {name: of.result(margin) for name, of in ongoing.items()}
+
+
+class _Ongoing:
+    """Probes of one sampler's targets, while sequences stream by: first `fit`, then `solve`, then `score`.
+
+    Slots are (model, path), the models before the untrained ones; the input is (-1, -1).
+    """
+
+    def __init__(self, batch: Batch, paths: tuple[str, ...], trained: int, fresh: int):
+        self.targets, self.paths = tuple(batch.targets), paths
+        self.trained, self.slots = trained, trained + fresh
+        widths = [np.shape(y)[-1] for y in batch.targets.values()]
+        self.parts = np.concatenate([[0], np.cumsum(widths)])[:-1]
+        self.dim = sum(widths)
+        self.moments: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.squares = self.count = np.zeros(())
+        names = ("error", "untrained", "shuffled", "over_untrained", "over_shuffled", "over_input")
+        self.tracks = {name: [Running() for _ in paths] for name in names}
+        self.on_input, self.on_size = Running(), Running()
+
+    def _regressors(
+        self, batch: Batch, seen: Sequence[Mapping[str, Array]]
+    ) -> Iterator[tuple[tuple[int, int], Float[np.ndarray, "time batch width"]]]:
+        for p, path in enumerate(self.paths):
+            for m in range(self.slots):
                 yield (m, p), _time_first(seen[m][path], batch.keep)
         yield (-1, -1), _time_first(batch.tokens, batch.keep)
 
-    def outcomes(batch: Batch, m: int) -> Float[np.ndarray, "time batch dim"]:
-        """Targets; for trained models beside them those of the sequence before."""
+    def _outcomes(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Targets, and for trained models beside them those of the sequence before; and targets alone."""
         y = _time_first(np.concatenate([np.asarray(y) for y in batch.targets.values()], -1), batch.keep)
-        return np.concatenate([y, _shuffled(y, batch.keep)], -1) if 0 <= m < len(trained) else y
+        return np.concatenate([y, _shuffled(y, batch.keep)], -1), y
 
-    moments: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-    squares = count = np.zeros(())
-    for i, size in enumerate(sizes[:to_fit]):
-        batch = drawn if i == 0 else sample(jax.random.fold_in(key, i), size)
-        pairs, plain = outcomes(batch, 0), outcomes(batch, -1)
-        squares, count = squares + _by_target(plain, parts).sum(-1), count + _count(batch)
-        for slot, x in regressors(batch):
-            cross = _moments(x, pairs if 0 <= slot[0] < len(trained) else plain)
-            before = moments.get(slot, (0, 0))
-            moments[slot] = before[0] + _moments(x, x), before[1] + cross
-    if count.min() < 2 * max(gram.shape[-1] for gram, _ in moments.values()):
-        raise ValueError(
-            f"keep: leaves {count.min():.0f} sequences to fit at some time, fewer than twice a width."
-        )
-    decoders = {slot: _solve(gram, cross, ridge) for slot, (gram, cross) in moments.items()}
-    in_sample = np.stack([
-        np.stack([_residual(*moments[m, p], decoders[m, p], squares, parts, dim) for p in range(len(chosen))], 1)
-        for m in range(len(trained))
-    ]) / count  # fmt: skip
-    in_sample_size = 0.5 * squares / count
-    del moments
+    def fit(self, batch: Batch, seen: Sequence[Mapping[str, Array]]) -> None:
+        pairs, plain = self._outcomes(batch)
+        self.squares = self.squares + _by_target(plain, self.parts).sum(-1)
+        self.count = self.count + _count(batch)
+        for slot, x in self._regressors(batch, seen):
+            cross = _moments(x, pairs if 0 <= slot[0] < self.trained else plain)
+            before = self.moments.get(slot, (0, 0))
+            self.moments[slot] = before[0] + _moments(x, x), before[1] + cross
 
-    tracks = {
-        name: [Running() for _ in chosen]
-        for name in ("error", "untrained", "shuffled", "over_untrained", "over_shuffled", "over_input")
-    }
-    on_input, on_size = Running(), Running()
-    for i, size in enumerate(sizes[to_fit:], start=to_fit):
-        batch = sample(jax.random.fold_in(key, i), size)
+    def solve(self, ridge: float) -> None:
+        moments = self.moments
+        if self.count.min() < 2 * max(gram.shape[-1] for gram, _ in moments.values()):
+            raise ValueError(
+                f"keep: leaves {self.count.min():.0f} sequences to fit at some time, fewer than twice a width."
+            )
+        self.decoders = {slot: _solve(gram, cross, ridge) for slot, (gram, cross) in moments.items()}
+
+        def residual(m: int, p: int) -> Float[np.ndarray, "target time"]:
+            return _residual(*moments[m, p], self.decoders[m, p], self.squares, self.parts, self.dim)
+
+        models, paths = range(self.trained), range(len(self.paths))
+        self.in_sample = np.stack([np.stack([residual(m, p) for p in paths], 1) for m in models]) / self.count
+        self.moments = {}
+
+    def score(self, batch: Batch, seen: Sequence[Mapping[str, Array]], margin: float) -> None:
         kept = None if batch.keep is None else np.asarray(batch.keep)[:, None]
-        pairs, plain = outcomes(batch, 0), outcomes(batch, -1)
-
-        on_size.add(_score(plain, parts)[None], kept)
-        rest = plain - _decode(_time_first(batch.tokens, batch.keep), decoders[-1, -1])
+        parts, dim, tracks = self.parts, self.dim, self.tracks
+        pairs, plain = self._outcomes(batch)
+        self.on_size.add(_score(plain, parts)[None], kept)
+        rest = plain - _decode(_time_first(batch.tokens, batch.keep), self.decoders[-1, -1])
         from_input = _score(rest, parts)[None]
-        on_input.add(from_input, kept)
+        self.on_input.add(from_input, kept)
         errors: list[np.ndarray] = []
         chance: list[np.ndarray] = []
-        for (m, p), x in regressors(batch):
+        for (m, p), x in self._regressors(batch, seen):
             if m < 0:
                 continue
-            rest = (pairs if m < len(trained) else plain) - _decode(x, decoders[m, p])
+            rest = (pairs if m < self.trained else plain) - _decode(x, self.decoders[m, p])
             errors.append(_score(rest[..., :dim], parts))
-            if m < len(trained):
+            if m < self.trained:
                 chance.append(_score(rest[..., dim:], parts))
-            if m == slots - 1:
-                found, null = np.stack(errors[: len(trained)]), np.stack(errors[len(trained) :])
+            if m == self.slots - 1:
+                found, null = np.stack(errors[: self.trained]), np.stack(errors[self.trained :])
                 others = np.stack(chance)
                 mean, keep = found.mean(0), 1 - margin
                 tracks["error"][p].add(found, kept)
@@ -307,25 +362,32 @@ def probe(
                 tracks["over_shuffled"][p].add((keep * others.mean(0) - mean)[None], kept)
                 tracks["over_input"][p].add((keep * from_input[0] - mean)[None], kept)
                 errors, chance = [], []
-    gathered = {
-        name: join([track.estimate("target", "time") for track in by_path], "path", at=2)
-        for name, by_path in tracks.items()
-    }
-    input_error = join([on_input.estimate("target", "time")], "path", at=2)
-    controls = {"untrained": gathered["untrained"], "shuffled": gathered["shuffled"], "input": input_error}
-    size = on_size.estimate("target", "time").values[0]
-    smallest = 1e-12 * size[:, None]
-    beats = {
-        name: _beats(
-            gathered["error"].values, (1 - margin) * control.values, gathered[f"over_{name}"], smallest
-        )
-        & (size > 0)[:, None]
-        for name, control in controls.items()
-    }
-    return Probes(
-        targets=names, paths=chosen, error=gathered["error"], size=size,
-        in_sample=in_sample, in_sample_size=in_sample_size, margin=margin, beats=beats, **controls,
-    )  # fmt: skip
+
+    def result(self, margin: float) -> Probes:
+        gathered = {
+            name: join([track.estimate("target", "time") for track in by_path], "path", at=2)
+            for name, by_path in self.tracks.items()
+        }
+        input_error = join([self.on_input.estimate("target", "time")], "path", at=2)
+        controls = {
+            "untrained": gathered["untrained"],
+            "shuffled": gathered["shuffled"],
+            "input": input_error,
+        }
+        size = self.on_size.estimate("target", "time").values[0]
+        smallest = 1e-12 * size[:, None]
+        beats = {
+            name: _beats(
+                gathered["error"].values, (1 - margin) * control.values, gathered[f"over_{name}"], smallest
+            )
+            & (size > 0)[:, None]
+            for name, control in controls.items()
+        }
+        return Probes(
+            targets=self.targets, paths=self.paths, error=gathered["error"], size=size,
+            in_sample=self.in_sample, in_sample_size=0.5 * self.squares / self.count, margin=margin, beats=beats,
+            **controls,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

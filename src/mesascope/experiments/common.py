@@ -1,6 +1,6 @@
 """What several figures measure: losses by context length, tuned algorithms, probes by depth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mesascope import store
-from mesascope.analysis.probes import Probes, Sample, probe, residual_stream
+from mesascope.analysis.probes import Probes, Sample, probe_each, residual_stream
 from mesascope.analysis.scores import in_context_score
 from mesascope.analysis.targets import (
     Target,
@@ -152,11 +152,17 @@ def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, on: Regressors
         "preconditioned": preconditioned(six_steps, inputs=inputs),
         "exact": preconditioned(lam, inputs=inputs),
     }
+    samples = {
+        name: sampler(
+            task,
+            trained.config.tokens,
+            {name: target},
+            keep=None if name == "next" else without_outliers(target),
+        )
+        for name, target in wanted.items()
+    }
     arrays: Arrays = {}
-    for name, target in wanted.items():
-        keep = None if name == "next" else without_outliers(target)
-        sample = sampler(task, trained.config.tokens, {name: target}, keep=keep)
-        found = probe_stream(lab, trained, sample, depth)
+    for name, found in _probe_each(lab, trained, samples, residual_stream(depth)).items():
         arrays[name] = Named.of(found.relative.values[:, 0], "seed", "layer", "time")
         arrays[f"{name}_in_sample"] = Named.of(found.relative_in_sample[:, 0], "seed", "layer", "time")
         untrained = found.relative_controls["untrained"].values[:, 0]
@@ -171,9 +177,15 @@ def probe_stream(lab: Lab, trained: Trained, sample: Sample, depth: int) -> Prob
 
 def probe_paths(lab: Lab, trained: Trained, sample: Sample, paths: Sequence[str]) -> Probes:
     """Probes of activations, on the same sequences for all models of a task."""
-    return probe(
+    return _probe_each(lab, trained, {"": sample}, paths)[""]
+
+
+def _probe_each(
+    lab: Lab, trained: Trained, samples: Mapping[str, Sample], paths: Sequence[str]
+) -> dict[str, Probes]:
+    return probe_each(
         trained.models,
-        sample,
+        samples,
         untrained=trained.untrained,
         paths=paths,
         sequences=lab.scale.probe_sequences,
