@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -248,20 +249,48 @@ def draw_to(outcome: Outcome, folder: Path) -> list[Path]:
 
 
 def print_claims(claims: Sequence[dict[str, Any]], console: Console) -> None:
-    """The table of claims."""
-    table = Table(title="claims")
-    for column in ("", "claim", "threshold", "authors", "ours", "verdict"):
-        table.add_column(column, overflow="fold")
+    """The table of claims, each with the first of its numbers; and all numbers that are not as claimed."""
+    table = Table(title="claims", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold", max_width=16)
+    table.add_column("claim", min_width=22)
+    for column in ("threshold", "authors", "ours", "verdict"):
+        table.add_column(column)
     for claim in claims:
         ours = "" if claim["ours"] is None else f"{claim['ours']:.4g}"
         if claim["interval"]:
             ours += f" ({claim['interval'][0]:.4g} to {claim['interval'][1]:.4g})"
         authors = "" if claim["authors"] is None else f"{claim['authors']:.4g}"
+        threshold, *others = [_threshold(number) for number in claim["checks"]]
+        if others:
+            threshold += f" (+{len(others)})"
         verdict = f"[{STYLES[claim['verdict']]}]{claim['verdict']}[/]"
-        table.add_row(
-            claim["id"], escape(claim["claim"]), escape(claim["expected"]), authors, escape(ours), verdict
-        )
+        said = f"{escape(claim['claim'])} [dim]({escape(claim['source'])})[/]"
+        table.add_row(claim["id"], said, threshold, authors, escape(ours), verdict)
     console.print(table)
+    for claim in claims:
+        if claim["verdict"] == "fails":
+            for line in _misses(claim):
+                console.print(f"[red]{claim['id']}[/] {escape(line)}", highlight=False)
+
+
+def _threshold(number: Mapping[str, Any]) -> str:
+    return f"≥ {number['at_least']:g}" if number["at_most"] is None else f"≤ {number['at_most']:g}"
+
+
+def _misses(claim: Mapping[str, Any]) -> Iterator[str]:
+    """Its numbers that do not meet their thresholds, in the mean or for a seed."""
+
+    def met(number: Mapping[str, Any], value: float | None) -> bool:
+        if value is None:
+            return False
+        return value >= number["at_least"] if number["at_most"] is None else value <= number["at_most"]
+
+    for number in claim["checks"]:
+        seeds = [met(number, value) for value in number["by_seed"]]
+        if not met(number, number["ours"]) or not all(seeds):
+            value = "not a number" if number["ours"] is None else f"{number['ours']:.4g}"
+            several = f" (met by {sum(seeds)} of {len(seeds)} seeds)" if len(seeds) > 1 else ""
+            yield f"{number['what']}: {value}, expected {_threshold(number)}{several}"
 
 
 def _outcome(experiment: Experiment, result: Result, scale: Scale) -> Outcome:
