@@ -251,8 +251,8 @@ def draw_to(outcome: Outcome, folder: Path) -> list[Path]:
 def print_claims(claims: Sequence[dict[str, Any]], console: Console) -> None:
     """The table of claims, each with the first of its numbers; and all numbers that are not as claimed."""
     table = Table(title="claims", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold", max_width=16)
-    table.add_column("claim", min_width=22)
+    table.add_column("", overflow="fold", max_width=14)
+    table.add_column("claim")
     for column in ("threshold", "authors", "ours", "verdict"):
         table.add_column(column)
     for claim in claims:
