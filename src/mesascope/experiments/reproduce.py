@@ -250,22 +250,24 @@ def draw_to(outcome: Outcome, folder: Path) -> list[Path]:
 
 def print_claims(claims: Sequence[dict[str, Any]], console: Console) -> None:
     """The table of claims, each with the first of its numbers; and all numbers that are not as claimed."""
-    table = Table(title="claims", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="claims", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     table.add_column("", overflow="fold", max_width=14)
-    table.add_column("claim")
-    for column in ("threshold", "authors", "ours", "verdict"):
-        table.add_column(column)
+    table.add_column("claim", ratio=3)
+    table.add_column("ours (interval over seeds)", ratio=2)
+    table.add_column("verdict", max_width=12)
     for claim in claims:
-        ours = "" if claim["ours"] is None else f"{claim['ours']:.4g}"
+        ours = "–" if claim["ours"] is None else f"{claim['ours']:.4g}"
         if claim["interval"]:
             ours += f" ({claim['interval'][0]:.4g} to {claim['interval'][1]:.4g})"
-        authors = "" if claim["authors"] is None else f"{claim['authors']:.4g}"
         threshold, *others = [_threshold(number) for number in claim["checks"]]
+        ours += f", expected {threshold}"
         if others:
-            threshold += f" (+{len(others)})"
-        verdict = f"[{STYLES[claim['verdict']]}]{claim['verdict']}[/]"
+            ours += f" and {len(others)} more"
+        if claim["authors"] is not None:
+            ours += f", authors {claim['authors']:.4g}"
         said = f"{escape(claim['claim'])} [dim]({escape(claim['source'])})[/]"
-        table.add_row(claim["id"], said, threshold, authors, escape(ours), verdict)
+        verdict = f"[{STYLES[claim['verdict']]}]{claim['verdict']}[/]"
+        table.add_row(claim["id"], said, escape(ours), verdict)
     console.print(table)
     for claim in claims:
         if claim["verdict"] == "fails":
