@@ -175,6 +175,8 @@ def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, conso
     changed[0]["verdict"] = "fails"
     (tmp_path / "results" / "claims.json").write_text(json.dumps(changed))
     assert machinery.against_committed([outcome]) == ["own-1: holds, committed is: fails."]
+    (tmp_path / "results" / "claims.json").unlink()
+    assert machinery.against_committed([outcome]) is None
 
 
 def test_one_seed_is_computed_again_and_the_others_are_stored():

@@ -213,11 +213,13 @@ def _tuned_for(result: Result) -> list[tuple[str, str]]:
     )
 
 
-def against_committed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Where the claims are not what the repository says."""
-    path = released.directory() / "claims.json"
+def against_committed(outcomes: Sequence[Outcome]) -> list[str] | None:
+    """Where the claims are not what the repository says; None if it says nothing about any of them."""
+    committed = read_claims(released.directory() / "claims.json")
     found = [claim for outcome in outcomes for claim in outcome.claims]
-    return differences(found, read_claims(path))
+    if not {claim["id"] for claim in found} & {claim["id"] for claim in committed}:
+        return None
+    return differences(found, committed)
 
 
 def read_claims(path: Path) -> list[dict[str, Any]]:
