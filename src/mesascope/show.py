@@ -77,6 +77,9 @@ def list_experiments(console: Console | None = None) -> None:
     for experiment in there:
         minutes = [experiment.minutes.get(scale) for scale in measured]
         table.add_row(experiment.id, experiment.shows, *("" if m is None else f"{m:g}" for m in minutes))
+    if (everything := experiments.minutes().get("all")) is not None:
+        table.add_section()
+        table.add_row("", "all of them", *(f"{everything[s]:g}" if s in everything else "" for s in measured))
     (console or Console()).print(table)
 
 

@@ -1,6 +1,10 @@
 """One file for each figure of the paper, and for what goes beyond it."""
 
+import dataclasses
 import importlib
+import json
+from functools import cache
+from importlib.resources import files
 
 from mesascope.experiments.base import Experiment
 
@@ -43,4 +47,11 @@ def experiment(name: str) -> Experiment:
     if name not in _FILES:
         raise ValueError(f"figure: there is no {name!r}. There are: {', '.join(_FILES)}.")
     module = importlib.import_module(f"mesascope.experiments.{_FILES[name]}")
-    return module.EXPERIMENTS[name]
+    return dataclasses.replace(module.EXPERIMENTS[name], minutes=minutes().get(name, {}))
+
+
+@cache
+def minutes() -> dict[str, dict[str, float]]:
+    """How long figures take, and "all" of them, by preset: two CPU cores, "paper" on one H200."""
+    path = files("mesascope.experiments") / "minutes.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}

@@ -21,7 +21,7 @@ class Experiment:
             killed, so none should take more than a few minutes besides training.
         panels: what to show of the arrays.
         claims: what they are held to.
-        minutes: by scale, how long it takes (two CPU cores; "paper": one H200).
+        minutes: by scale, how long it takes; see `experiments.minutes`.
         needs_text: its models are trained on a prepared corpus.
     """
 

@@ -1,0 +1,57 @@
+"""How long figures take on this machine, each alone in a process of its own: src/mesascope/experiments/minutes.json.
+
+python scripts/measure_figures.py --preset released     # every figure that this preset has, then all at once
+python scripts/measure_figures.py fig4 fig6 --preset quick
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mesascope import experiments
+from mesascope.store import read_json, write_json
+
+PATH = Path(experiments.__file__).with_name("minutes.json")
+DONE = (0, 1)
+"""Exit status: claims as committed, or not."""
+
+
+def minutes(figures: list[str], preset: str) -> float | None:
+    """From a fresh start; None if they cannot be computed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "mesascope.cli", "reproduce", *figures, "--preset", preset]
+        began = time.monotonic()
+        done = subprocess.run(
+            [*command, "--out", f"{folder}/report", "--runs", f"{folder}/runs"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        took = (time.monotonic() - began) / 60
+    if done.returncode in DONE and (not figures or "claims" in done.stdout):
+        return took
+    print(done.stdout[-500:], done.stderr[-500:], sep="\n", file=sys.stderr)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("figures", nargs="*")
+    parser.add_argument("--preset", default="released", choices=["smoke", "released", "quick"])
+    given = parser.parse_args()
+    known = read_json(PATH) if PATH.exists() else {}
+    for name in given.figures or [*experiments.names(), "all"]:
+        took = minutes([] if name == "all" else [name], given.preset)
+        if took is not None:
+            known.setdefault(name, {})[given.preset] = round(took, 1)
+            write_json(PATH, known)
+        print(f"{name}: {'not possible' if took is None else f'{took:.1f} minutes'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
