@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mesascope.ops import chunked
+from mesascope.ops import chunked, pallas_prefix
 from mesascope.ops.chunked import canonical, default_chunk_size, final_adjoint, whitened
 from mesascope.ops.chunks import decay_since_start, sum_to_end
 from mesascope.ops.factor import matmul, transpose
@@ -54,6 +54,8 @@ from mesascope.ops.kernels import (
 )
 from mesascope.ops.sequence import Sequence
 
+# Whether wide heads take the kernels of pallas_prefix.py, which were compiled for a GPU but never run on one.
+PREFIX = False
 _BLOCK = 16  # tokens taken at once, and rows of a triangular matrix inverted by substitution
 
 
@@ -426,6 +428,7 @@ class Plan(NamedTuple):
     want_state: bool
     blocks: bool
     blocks_back: bool
+    prefix: bool = False
 
 
 def plan(seq: Sequence, want_state: bool) -> Plan:
@@ -440,7 +443,12 @@ def plan(seq: Sequence, want_state: bool) -> Plan:
     by_tokens = plain and (
         seq.factor is not None or (_narrow(shape) and shape.time <= 128 and not want_state)
     )
-    return Plan(want_state, blocks=plain and not _narrow(shape), blocks_back=not by_tokens)
+    return Plan(
+        want_state,
+        blocks=plain and not _narrow(shape),
+        blocks_back=not by_tokens,
+        prefix=PREFIX and not _narrow(shape) and pallas_prefix.applies(seq),
+    )
 
 
 def _call(
@@ -454,6 +462,8 @@ def _empty(shape: _Shape, *dims: int) -> jax.ShapeDtypeStruct:
 
 
 def _run(plan: Plan, seq: Sequence, for_gradient: bool) -> dict[str, Array]:
+    if plan.prefix:
+        return pallas_prefix.forward(seq, plan.want_state)
     shape = _shape(seq)
     time, d, dv = shape.time, shape.key, shape.value
     inputs = dict(
@@ -521,7 +531,11 @@ def _gradients(plan: Plan, seq: Sequence, saved: dict[str, Array], state: Any, c
         outputs |= dict(pull=_empty(shape, time))
     # What is left of the regularizer at each time.
     left = None if seq.log_decay is None else jnp.exp(decay_since_start(seq.log_decay, seq.runs))
-    if plan.blocks_back:
+    if plan.prefix:
+        beyond = (ahead.gram, ahead.moment) if plan.want_state else None
+        results = pallas_prefix.backward(seq, saved, out_bar, beyond)
+        lam_bar = results["lam_bar"]
+    elif plan.blocks_back:
         inputs |= dict(v=seq.values, weights_t=saved["weights_t"])
         if plan.want_state:
             inputs |= dict(gram=ahead.gram, moment=ahead.moment)

@@ -1,0 +1,475 @@
+r"""Fused GPU kernels for wide heads: every chunk of a sequence at once, from prefix sums.
+
+With H and S the sums over all pairs before a chunk, $H = L L^\top$ and $W = L^{-1}$, and with the chunk's keys,
+queries and the weights in its coordinates, $\tilde K = K W^\top$, $\tilde Q = Q W^\top$, $\tilde\Phi = S W^\top$,
+
+    P = K̃ K̃ᵀ,   c_j = column j of P / √s_j,   s_j = 1 + β_j P_jj,   P ← P - β_j c_j c_jᵀ        j = 0, 1, …
+    G = tril(c, -1) diag(β) + diag(√s)            G⁻¹ = its inverse
+    N = G⁻¹ K̃        F = G⁻¹ (V - K̃ Φ̃ᵀ)        O = Q̃ Φ̃ᵀ + tril(Q̃ Nᵀ) β F
+
+For β = 1 this is the Cholesky factor of I + P. Nothing is divided by β, and nothing waits for another chunk but sums.
+
+What is factored must be known to more than float32: 1/λ drowns in the rounding of H, and 1 in that of P (README.md).
+So H, P and their factors are in float64, which the matrix units of a data-center GPU do as fast as three TF32
+products; all else is in the precision of the inputs. A factorization is a chain of dependent steps. It is done by one
+warp per matrix, whose sums need no shared memory, in tiles of 16 × 16 with all between them as matrix products, and
+with thousands of matrices side by side.
+
+The gradient is that of `pallas.py` with the chunk for a block (there: N, f, α, ρ, κ, ν, W and P), again all chunks at
+once, and then sums from the end.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from mesascope.ops.factor import matmul, transpose
+from mesascope.ops.kernels import (
+    barrier,
+    call_by_block,
+    dot,
+    indices,
+    load,
+    load_vector,
+    loop,
+    loop_between,
+    padded,
+    product,
+    split,
+    store,
+    store_vector,
+)
+from mesascope.ops.sequence import Sequence
+
+_CHUNK = 64
+_TILE = 16
+_PIECE = 32  # columns of a running sum that one program keeps
+
+Refs = dict[str, Any]
+
+
+class _Shape(NamedTuple):
+    """Sizes of a problem. Arrays between kernels are whole tiles, filled up with zeros, H with ones on its diagonal."""
+
+    batch: int
+    time: int
+    key: int
+    value: int
+    dtype: Any
+
+    @property
+    def key_tile(self) -> int:
+        return padded(self.key)
+
+    @property
+    def value_tile(self) -> int:
+        return padded(self.value)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.time // _CHUNK)
+
+    @property
+    def pieces(self) -> int:
+        return max(1, max(self.key_tile, self.value_tile) // _PIECE)
+
+    def keys(self, ref: Any, tokens: Array) -> Array:
+        return load(ref, tokens, indices(self.key_tile), (self.time, self.key))
+
+    def values(self, ref: Any, tokens: Array) -> Array:
+        return load(ref, tokens, indices(self.value_tile), (self.time, self.value))
+
+
+def _shape(seq: Sequence) -> _Shape:
+    batch, time, key = seq.keys.shape
+    return _Shape(batch, time, key, seq.values.shape[-1], seq.keys.dtype)
+
+
+def _tokens(chunk: Any) -> Array:
+    return chunk * _CHUNK + indices(_CHUNK)
+
+
+def _weights(shape: _Shape, refs: Refs, tokens: Array) -> Array | None:
+    return load_vector(refs["beta"], tokens, shape.time) if "beta" in refs else None
+
+
+def _times(beta: Array | None, array: Array) -> Array:
+    return array if beta is None else beta.astype(array.dtype) * array
+
+
+def _whole(ref: Any, chunk: Any) -> Array:
+    """A chunk's matrix."""
+    return load(ref, indices(ref.shape[-2]), indices(ref.shape[-1]), number=chunk)
+
+
+def _keep(ref: Any, chunk: Any, value: Array) -> None:
+    store(ref, indices(ref.shape[-2]), indices(ref.shape[-1]), None, value, number=chunk)
+
+
+def _sums(shape: _Shape, refs: Refs, piece: Any) -> None:
+    """Some columns of H and of Sᵀ before every chunk, and after the last where there is room for it."""
+    rows, columns = indices(shape.key_tile), piece * _PIECE + indices(_PIECE)
+    penalty = 1 / load_vector(refs["lam"], rows, shape.key, 1.0).astype(jnp.float64)
+    gram = jnp.where(rows[:, None] == columns[None, :], penalty[:, None], 0.0)
+    moment = jnp.zeros((shape.key_tile, _PIECE), shape.dtype)
+
+    def write(chunk: Any, gram: Array, moment: Array) -> None:
+        square = (shape.key_tile, shape.key_tile)
+        store(refs["new_gram"], rows, columns, square, gram, number=chunk)
+        store(refs["new_moment"], rows, columns, (shape.key_tile, shape.value_tile), moment, number=chunk)
+
+    def step(chunk: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        gram, moment = carry
+        write(chunk, gram, moment)
+        for half in range(2):
+            tokens = chunk * _CHUNK + half * _CHUNK // 2 + indices(_CHUNK // 2)
+            k, beta = shape.keys(refs["k"], tokens), _weights(shape, refs, tokens)
+            beta = None if beta is None else beta[:, None]
+            part = load(refs["k"], tokens, columns, (shape.time, shape.key)).astype(jnp.float64)
+            v = load(refs["v"], tokens, columns, (shape.time, shape.value))
+            gram = gram + dot(k.astype(jnp.float64), _times(beta, part), (0, 0))
+            moment = moment + product(k, _times(beta, v), (0, 0))
+        return gram, moment
+
+    gram, moment = loop(shape.chunks, step, (gram, moment))
+    if refs["new_gram"].shape[0] > shape.chunks:
+        write(np.int32(shape.chunks), gram, moment)
+
+
+def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Array:
+    """G⁻¹ of one tile P; pivots are `ridge` + β P_jj, and at least so much.
+
+    All sums run along rows, which few threads share: hence the transposed inverse, and P by its columns alone.
+    """
+    lines = indices(_TILE)
+    i, j = lines[:, None], lines[None, :]
+
+    def step(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        p, inverse_t = carry
+        column, line = (jnp.sum(jnp.where(j == c, a, 0.0), 1) for a in carry)
+        pivots = jnp.maximum(ridge + _times(beta, column), least)
+        scale = lax.rsqrt(jnp.sum(jnp.where(lines == c, pivots, 0.0)))
+        column, line = jnp.where(lines > c, scale * column, 0.0), scale * line
+        weighted = column if beta is None else jnp.sum(jnp.where(lines == c, beta, 0.0)) * column
+        p = p - column[:, None] * weighted[None, :]
+        return p, jnp.where(j == c, line[:, None], inverse_t - line[:, None] * weighted[None, :])
+
+    # A sum with P, so that threads share its rows in the same way.
+    return loop(_TILE, step, (p, jnp.where(i == j, 1.0, 0.0) + 0.0 * p))[1].T
+
+
+def _factor(matrix: Any, refs: Refs, chunk: Any, ridge: float, least: Any, beta: Any) -> None:
+    """G⁻¹ of a matrix P, tile row by tile row through memory.
+
+    Args:
+        matrix: of (i, j), tile (i, j) of P for i ≥ j.
+        least, beta: of i, the least pivots and the weights of its columns.
+
+    What was done so far is in `scratch`: c below the diagonal; on it and above, tile (i, j) of G⁻¹ at (j, i).
+    """
+    scratch, inverse = refs["new_scratch"], refs["new_inverse"]
+    tiles = inverse.shape[-1] // _TILE
+    zero = jnp.zeros((_TILE, _TILE), jnp.float64)
+
+    def lines(i: Any) -> Array:
+        return i * _TILE + indices(_TILE)
+
+    def tile(i: Any, j: Any) -> Array:
+        return load(scratch, lines(i), lines(j), number=chunk)
+
+    def keep(i: Any, j: Any, value: Array) -> None:
+        store(scratch, lines(i), lines(j), None, value, number=chunk)
+        barrier()
+
+    def weigh(i: Any, value: Array) -> Array:
+        weights = beta(i)
+        return value if weights is None else value * weights[None, :]
+
+    def less(i: Any, j: Any) -> Array:
+        """Tile (i, j) of P less what the columns before tile j take from it."""
+        taken = loop_between(
+            np.int32(0), j, lambda k, sum: sum + dot(weigh(k, tile(i, k)), tile(j, k), (1, 1)), zero
+        )
+        return matrix(i, j) - taken
+
+    def publish(i: Any, j: Any, value: Array) -> None:
+        store(inverse, lines(i), lines(j), None, value.astype(inverse.dtype), number=chunk)
+
+    def row(i: Array, carry: Any) -> Any:
+        def below(j: Array, carry: Any) -> Any:
+            keep(i, j, dot(less(i, j), tile(j, j), (1, 1)))
+            return carry
+
+        loop_between(np.int32(0), i, below, 0)
+        corner = _eliminated(less(i, i), ridge, least(i), beta(i))
+        keep(i, i, corner)
+        publish(i, i, corner)
+
+        def across(j: Array, carry: Any) -> Any:
+            met = loop_between(j, i, lambda k, sum: sum + dot(weigh(k, tile(i, k)), tile(j, k)), zero)
+            value = -dot(tile(i, i), met)
+            keep(j, i, value)
+            publish(i, j, value)
+            publish(j, i, zero)
+            return carry
+
+        loop_between(np.int32(0), i, across, 0)
+        return carry
+
+    loop(tiles, row, 0)
+
+
+def _factor_states(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    """W = L⁻¹ for H = L Lᵀ."""
+
+    def lines(i: Any) -> Array:
+        return i * _TILE + indices(_TILE)
+
+    def least(i: Any) -> Array:
+        return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(jnp.float64)
+
+    def matrix(i: Any, j: Any) -> Array:
+        return load(refs["gram"], lines(i), lines(j), number=chunk)
+
+    _factor(matrix, refs, chunk, 0.0, least, lambda i: None)
+
+
+def _factor_chunks(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    """G⁻¹ for P = K̃ K̃ᵀ."""
+
+    def lines(i: Any) -> Array:
+        return i * _TILE + indices(_TILE)
+
+    def white(i: Any, j: Any) -> Array:
+        return load(refs["white"], lines(i), lines(j), number=chunk).astype(jnp.float64)
+
+    def beta(i: Any) -> Array | None:
+        weights = _weights(shape, refs, chunk * _CHUNK + lines(i))
+        return None if weights is None else weights.astype(jnp.float64)
+
+    def matrix(i: Any, j: Any) -> Array:
+        return loop(
+            shape.key_tile // _TILE,
+            lambda k, sum: sum + dot(white(i, k), white(j, k), (1, 1)),
+            jnp.zeros((_TILE, _TILE), jnp.float64),
+        )
+
+    _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), jnp.float64), beta)
+
+
+def _whiten(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    k = shape.keys(refs["k"], _tokens(chunk))
+    _keep(refs["new_white"], chunk, product(k, _whole(refs["root"], chunk), (1, 1)))
+
+
+def _causal() -> Array:
+    lines = indices(_CHUNK)
+    return lines[:, None] >= lines[None, :]
+
+
+def _attend(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    """Φ̃ᵀ, N, F and the outputs. What was stored is loaded again where it is needed: registers are few."""
+    tokens = _tokens(chunk)
+    white = _whole(refs["white"], chunk)
+    phi_t = product(_whole(refs["root"], chunk), _whole(refs["moment"], chunk))
+    _keep(refs["new_phi_t"], chunk, phi_t)
+    surprise = shape.values(refs["v"], tokens) - product(white, phi_t)
+    inverse = split(_whole(refs["inverse"], chunk))
+    _keep(refs["new_f"], chunk, product(inverse, surprise))
+    _keep(refs["new_n"], chunk, product(inverse, white))
+    barrier()
+    q = split(product(shape.keys(refs["q"], tokens), _whole(refs["root"], chunk), (1, 1)))
+    beta = _weights(shape, refs, tokens)
+    beta = None if beta is None else beta[None, :]
+    scores = jnp.where(_causal(), _times(beta, product(q, _whole(refs["new_n"], chunk), (1, 1))), 0.0)
+    out = product(q, _whole(refs["new_phi_t"], chunk)) + product(scores, _whole(refs["new_f"], chunk))
+    store(refs["new_out"], tokens, indices(shape.value_tile), (shape.time, shape.value), out)
+
+
+def _unweighted(refs: Refs, chunk: Any, beta: Array | None) -> Array:
+    """The inverse of diag(β) G diag(β)⁻¹, without that division."""
+    inverse = _whole(refs["inverse"], chunk)
+    if beta is None:
+        return inverse
+    i, j = indices(_CHUNK)[:, None], indices(_CHUNK)[None, :]
+    scale = jnp.sum(jnp.where(i == j, inverse, 0.0), 0)
+    met = product(_whole(refs["white"], chunk), _whole(refs["n"], chunk), (1, 1))
+    met = product(inverse, jnp.where(i > j, met, 0.0))
+    return (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :]
+
+
+def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    """What a chunk's gradients owe to the chunk itself, and x, z."""
+    time, d, dv = shape.time, shape.key, shape.value
+    tokens, rows, columns = _tokens(chunk), indices(shape.key_tile), indices(shape.value_tile)
+
+    def read(name: str) -> Array:
+        return _whole(refs[name], chunk)
+
+    beta = _weights(shape, refs, tokens)
+    by_column = None if beta is None else beta[None, :]
+    q = product(shape.keys(refs["q"], tokens), read("root"), (1, 1))
+    qn = jnp.where(_causal(), product(q, read("n"), (1, 1)), 0.0)
+    inverse = _unweighted(refs, chunk, beta)
+    alpha = product(inverse, qn, (0, 1))
+    store(refs["new_nu"], tokens, columns, (time, dv), product(alpha, shape.values(refs["g"], tokens)))
+    x = product(q - product(_times(by_column, qn), read("n")), read("root"))
+    store(refs["new_x"], tokens, rows, (time, d), x)
+    barrier()
+    g = split(shape.values(refs["g"], tokens))
+    gf = jnp.where(_causal(), product(g, read("f"), (1, 1)), 0.0)
+    z = product(g, read("phi_t"), (1, 1)) + product(_times(by_column, gf), read("n"))
+    z = product(z, read("root"))
+    store(refs["new_z"], tokens, rows, (time, d), z)
+    kappa = product(alpha, z)
+    barrier()
+    rho = product(inverse if beta is not None else read("inverse"), gf, (0, 1))
+    store(refs["new_kappa"], tokens, rows, (time, d), product(rho, shape.keys(refs["new_x"], tokens)) - kappa)
+
+
+def _sums_back(shape: _Shape, refs: Refs, piece: Any) -> None:
+    """Some columns of W, P and Pᵀ after every chunk, and what they add to the same columns of κ and ν."""
+    time, d, dv = shape.time, shape.key, shape.value
+    rows, columns = indices(shape.key_tile), indices(shape.value_tile)
+    some = piece * _PIECE + indices(_PIECE)
+
+    def step(back: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        gram, moment, moment_t = carry
+        tokens = _tokens(shape.chunks - 1 - back)
+
+        def part(name: str, width: int) -> Array:
+            return load(refs[name], tokens, some, (time, width))
+
+        k = split(shape.keys(refs["k"], tokens))
+        store(refs["new_nu"], tokens, some, (time, dv), part("nu", dv) + product(k, moment))
+        kappa = part("kappa", d) - product(k, gram)
+        kappa = kappa + product(shape.values(refs["v"], tokens), moment_t)
+        store(refs["new_kappa"], tokens, some, (time, d), kappa)
+        barrier()
+        x, z_part, g_part = split(shape.keys(refs["x"], tokens)), part("z", d), part("g", dv)
+        gram, moment = gram + product(x, z_part, (0, 0)), moment + product(x, g_part, (0, 0))
+        barrier()
+        x_part = split(part("x", d))
+        gram = gram + product(shape.keys(refs["z"], tokens), x_part, (0, 0))
+        return gram, moment, moment_t + product(shape.values(refs["g"], tokens), x_part, (0, 0))
+
+    gram, moment = (jnp.zeros((shape.key_tile, _PIECE), shape.dtype) for _ in range(2))
+    moment_t = jnp.zeros((shape.value_tile, _PIECE), shape.dtype)
+    if "gram" in refs:
+        gram = load(refs["gram"], rows, some, (d, d))
+        moment = load(refs["moment"], rows, some, (d, dv))
+        moment_t = load(refs["moment_t"], columns, some, (dv, d))
+    gram, _, _ = loop(shape.chunks, step, (gram, moment, moment_t))
+    store_vector(
+        refs["new_lam_bar"], some, d, jnp.sum(jnp.where(rows[:, None] == some[None, :], gram, 0.0), 0)
+    )
+
+
+def applies(seq: Sequence) -> bool:
+    """Nothing forgets, restarts or goes on with an earlier state; and a tile of keys fills several warps."""
+    plain = seq.log_decay is None and seq.runs is None and seq.factor is None
+    return plain and _shape(seq).key_tile >= 32
+
+
+def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
+    """Outputs and what the backward pass needs; if wanted, `factor` and `weights_t` of the final state."""
+    shape = _shape(seq)
+    count, key, value = shape.chunks, shape.key_tile, shape.value_tile
+    states = count + want_state
+
+    def empty(*dims: int, dtype: Any = shape.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((shape.batch, *dims), dtype)
+
+    def pair(count: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return dict(inverse=empty(count, size, size), scratch=empty(count, size, size, dtype=jnp.float64))
+
+    run = partial(_call, shape)
+    with jax.enable_x64(True):
+        gram, moment = run(
+            _sums,
+            dict(k=seq.keys, v=seq.values, lam=seq.lam, beta=seq.beta),
+            dict(gram=empty(states, key, key, dtype=jnp.float64), moment=empty(states, key, value)),
+            blocks=shape.pieces,
+        ).values()
+        roots = run(_factor_states, dict(gram=gram, lam=seq.lam), pair(states, key), blocks=states)
+        root = roots["inverse"]
+        white = run(
+            _whiten, dict(k=seq.keys, root=root), dict(white=empty(count, _CHUNK, key)), blocks=count
+        )["white"]
+        factors = run(_factor_chunks, dict(white=white, beta=seq.beta), pair(count, _CHUNK), blocks=count)
+    kept = dict(root=root, white=white, inverse=factors["inverse"])
+    results = run(
+        _attend,
+        dict(q=seq.queries, v=seq.values, beta=seq.beta, moment=moment) | kept,
+        dict(
+            out=empty(shape.time, shape.value),
+            n=empty(count, _CHUNK, key), f=empty(count, _CHUNK, value), phi_t=empty(count, key, value),
+        ),
+        blocks=count,
+    )  # fmt: skip
+    if seq.beta is None:
+        del kept["white"]
+    if want_state:
+        last = root[:, -1, : shape.key, : shape.key]
+        product = matmul(last, moment[:, -1, : shape.key, : shape.value])
+        kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), product))
+    return results | kept
+
+
+def backward(
+    seq: Sequence, saved: dict[str, Array], out_bar: Array, ahead: tuple[Array, Array] | None
+) -> dict[str, Array]:
+    """Gradients.
+
+    Args:
+        ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
+    """
+    shape = _shape(seq)
+    timed, wide = (jax.ShapeDtypeStruct(a.shape, shape.dtype) for a in (seq.keys, seq.values))
+    given = {name: saved.get(name) for name in ("root", "inverse", "n", "f", "phi_t", "white")}
+    near = _call(
+        shape,
+        _attend_back,
+        dict(q=seq.queries, g=out_bar, beta=seq.beta) | given,
+        dict(x=timed, z=timed, kappa=timed, nu=wide),
+        blocks=shape.chunks,
+    )
+    inputs = dict(k=seq.keys, v=seq.values, g=out_bar) | near
+    if ahead is not None:
+        inputs |= dict(gram=ahead[0], moment=ahead[1], moment_t=transpose(ahead[1]))
+    far = _call(
+        shape,
+        _sums_back,
+        inputs,
+        dict(kappa=timed, nu=wide, lam_bar=jax.ShapeDtypeStruct(seq.lam.shape, shape.dtype)),
+        blocks=shape.pieces,
+        in_place=dict(kappa="kappa", nu="nu"),
+    )
+    kappa, nu = far["kappa"], far["nu"]
+    gradients = dict(z=near["z"], k_bar=kappa, v_bar=nu, lam_bar=0.5 * far["lam_bar"])
+    if seq.beta is not None:
+        beta = seq.beta[..., None]
+        pull = jnp.sum(seq.keys * kappa, -1) + jnp.sum(seq.values * nu, -1)
+        gradients |= dict(k_bar=beta * kappa, v_bar=beta * nu, pull=pull)
+    return gradients
+
+
+# Warps per program: of those that compile for Hopper without spilling registers, or with the fewest.
+_WARPS = {
+    _sums: 4,
+    _factor_states: 1,
+    _whiten: 4,
+    _factor_chunks: 1,
+    _attend: 4,
+    _attend_back: 4,
+    _sums_back: 4,
+}
+
+
+def _call(shape: _Shape, kernel: Any, inputs: dict, outputs: dict, **settings: Any) -> dict[str, Array]:
+    return call_by_block(partial(kernel, shape), inputs, outputs, warps=_WARPS[kernel], **settings)
