@@ -1,35 +1,125 @@
-"""The kernels for wide heads that take every chunk at once: against the definition and against float64.
+"""The kernels for wide heads that take every chunk at once: against the definition, and in float32.
 
-No method takes them yet (`pallas.PREFIX`): here they are interpreted, or compiled under `pytest -m gpu`.
+`pallas.PREFIX` is off, so no method takes them yet; here it is on. Without a GPU they are interpreted; `pytest -m gpu`
+compiles them.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mesascope import mesa_attention
-from mesascope.ops import pallas
+from mesascope.ops import kernels, pallas
 from tests.helpers import assert_close, draw
+from tests.ops.test_accuracy import CELLS, FUSED, assert_within_bound
+from tests.ops.test_finite import KINDS, hostile
+from tests.ops.test_pallas import assert_equal_to_the_definition, sequence
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
 def prefix(monkeypatch):
+    from mesascope.bench import _compiled
+
+    assert not pallas.PREFIX
     monkeypatch.setattr(pallas, "PREFIX", True)
+    _compiled.cache_clear()
+    yield
+    _compiled.cache_clear()
 
 
-@partial(jax.jit, static_argnums=1)
-def outcome(a, method):
-    def final(a):
-        out, state = mesa_attention(**a, method=method, return_state=True)
-        return out, state.covariance, state.weights
+def test_the_plan_names_them_where_they_apply(monkeypatch):
+    assert pallas.plan(sequence(50, 64), False).prefix
+    assert pallas.plan(sequence(50, 33), True).prefix
+    for other in (
+        sequence(50, 20), sequence(50, 64, decays=True), sequence(50, 64, runs=True), sequence(50, 64, state=True),
+    ):  # fmt: skip
+        assert not pallas.plan(other, False).prefix
+    monkeypatch.setattr(pallas, "PREFIX", False)
+    assert not pallas.plan(sequence(50, 64), False).prefix
 
-    results, pull = jax.vjp(final, a)
-    return results, pull(jax.tree.map(jnp.cos, results))
 
+@pytest.mark.parametrize(
+    ("time", "key", "value", "features"),
+    [
+        (70, 40, 33, {"beta": True}),
+        slow(1, 64, 64, {}),
+        slow(130, 33, 64, {}),
+        slow(100, 64, 5, {"beta": True}),
+        slow(65, 20, 100, {"beta": True}),
+        slow(70, 100, 20, {"beta": True}),
+    ],
+)
+def test_equals_the_definition(time, key, value, features):
+    """Outputs, the final state, and all gradients of both."""
+    a = draw(lead=(2,), time=time, key=key, value=value, **features)
 
-@pytest.mark.parametrize(("time", "key", "value", "beta"), [(70, 40, 33, True), (130, 33, 64, False)])
-def test_equals_the_definition(time, key, value, beta):
-    a = draw(lead=(2,), time=time, key=key, value=value, beta=beta)
+    @partial(jax.jit, static_argnums=1)
+    def outcome(a, method):
+        def final(a):
+            out, state = mesa_attention(**a, method=method, return_state=True)
+            return out, state.covariance, state.weights
+
+        results, pull = jax.vjp(final, a)
+        return results, pull(jax.tree.map(jnp.cos, results))
+
     assert_close(outcome(a, "pallas"), outcome(a, "reference"), scale=10)
+
+
+@pytest.mark.parametrize(("time", "key"), [(40, 33), slow(130, 64)])
+def test_never_nan(time, key):
+    weights = np.random.default_rng(0).integers(0, 2, (4, time)) if time == 40 else np.ones((4, time))
+    op = partial(mesa_attention, method="pallas", beta=jnp.asarray(weights, jnp.float32))
+
+    @jax.jit
+    def outcome(q, k, v, lam, g):
+        out, pull = jax.vjp(op, q, k, v, lam)
+        return out, pull(g)
+
+    for kind in KINDS:
+        for seed, (lam, size) in enumerate([(1e-4, 1e3), (1e5, 1e3), (1e5, 1.0), (1.0, 1e-3)]):
+            results = outcome(*hostile(kind, seed, time=time, key=key, lam=lam, size=size))
+            finite = jax.tree.map(lambda a: bool(jnp.all(jnp.isfinite(a))), results)
+            assert all(jax.tree.leaves(finite)), (kind, lam, size, finite)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("time", "width"), [(63, 64), (300, 64), (100, 128)])
+def test_at_most_four_times_the_classical_error(time, width):
+    for kind, lam in CELLS:
+        assert_within_bound(kind, lam, time, width, FUSED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("time", "width"), [(63, 64), (100, 64), (1024, 64), (100, 128), (1024, 128)])
+def test_the_same_on_a_gpu(time, width):
+    assert jax.default_backend() == "gpu"
+    for kind, lam in CELLS:
+        assert_within_bound(kind, lam, time, width, FUSED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [{}, {"beta": True}], ids=["plain", "weights"])
+@pytest.mark.parametrize(("time", "width"), [(1, 64), (150, 40), (200, 64), (200, 100)])
+def test_compiled_kernels_equal_the_definition(time, width, features):
+    assert jax.default_backend() == "gpu"
+    assert_equal_to_the_definition(time, width, features)
+
+
+def test_two_halves_of_a_number(monkeypatch):
+    """As TF32 keeps them, with 11 digits each, they miss the number by less than a rounding of float32 and a half."""
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    a = jnp.asarray(np.random.default_rng(0).standard_normal(10**5) * 10.0 ** np.arange(-20, 20).repeat(2500))
+    high, low = kernels.split(a.astype(jnp.float32))
+
+    def as_tf32(x):
+        return np.asarray(np.asarray(x).view(np.int32) & -0x2000).view(np.float32).astype(np.float64)
+
+    np.testing.assert_array_equal(as_tf32(high), high)
+    exact = np.asarray(a.astype(jnp.float32), np.float64)
+    np.testing.assert_array_equal(np.asarray(high, np.float64) + np.asarray(low, np.float64), exact)
+    assert np.max(np.abs(as_tf32(high) + as_tf32(low) - exact) / np.abs(exact)) <= 2**-23

@@ -148,7 +148,17 @@ def call(
         kernel: takes a dictionary of references, without that axis: the inputs that are not None by their names, the
             outputs by theirs with `new_` before them.
     """
-    return call_by_block(lambda refs, _: kernel(refs), inputs, outputs, blocks=1, warps=warps)
+
+    def alone(refs: dict[str, Any], _: Any) -> None:
+        kernel(refs)
+
+    alone.__name__ = _name(kernel)
+    return call_by_block(alone, inputs, outputs, blocks=1, warps=warps)
+
+
+def _name(kernel: Callable) -> str:
+    """What profilers call it."""
+    return kernel.func.__name__ if isinstance(kernel, partial) else kernel.__name__
 
 
 def call_by_block(
@@ -172,8 +182,13 @@ def call_by_block(
         return pl.BlockSpec((None, *array.shape[1:]), lambda i, _: (i, *(0,) * rest))
 
     names = [*given, *("new_" + name for name in outputs)]
+
+    def program(*refs: Any) -> None:
+        kernel(dict(zip(names, refs, strict=True)), pl.program_id(1))
+
+    program.__name__ = _name(kernel)
     results = pl.pallas_call(
-        lambda *refs: kernel(dict(zip(names, refs, strict=True)), pl.program_id(1)),
+        program,
         grid=(next(iter(outputs.values())).shape[0], blocks),
         in_specs=[spec(a) for a in given.values()],
         out_specs=[spec(a) for a in outputs.values()],
