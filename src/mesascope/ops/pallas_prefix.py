@@ -459,17 +459,8 @@ def backward(
     return gradients
 
 
-# Warps per program: of those that compile for Hopper without spilling registers, or with the fewest.
-_WARPS = {
-    _sums: 4,
-    _factor_states: 1,
-    _whiten: 4,
-    _factor_chunks: 1,
-    _attend: 4,
-    _attend_back: 4,
-    _sums_back: 4,
-}
-
-
 def _call(shape: _Shape, kernel: Any, inputs: dict, outputs: dict, **settings: Any) -> dict[str, Array]:
-    return call_by_block(partial(kernel, shape), inputs, outputs, warps=_WARPS[kernel], **settings)
+    # Of those numbers of warps that `scripts/inspect_kernels.py static` tried, what spills the fewest registers.
+    warps = 4 if max(shape.key_tile, shape.value_tile) <= 64 else 8
+    warps = 1 if kernel in (_factor_states, _factor_chunks) else warps
+    return call_by_block(partial(kernel, shape), inputs, outputs, warps=warps, **settings)
