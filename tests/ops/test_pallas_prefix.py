@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mesascope import mesa_attention
-from mesascope.ops import kernels, pallas
+from mesascope.ops import pallas
 from tests.helpers import assert_close, draw
 from tests.ops.test_accuracy import CELLS, FUSED, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
@@ -108,18 +108,3 @@ def test_the_same_on_a_gpu(time, width):
 def test_compiled_kernels_equal_the_definition(time, width, features):
     assert jax.default_backend() == "gpu"
     assert_equal_to_the_definition(time, width, features)
-
-
-def test_two_halves_of_a_number(monkeypatch):
-    """As TF32 keeps them, with 11 digits each, they miss the number by less than a rounding of float32 and a half."""
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
-    a = jnp.asarray(np.random.default_rng(0).standard_normal(10**5) * 10.0 ** np.arange(-20, 20).repeat(2500))
-    high, low = kernels.split(a.astype(jnp.float32))
-
-    def as_tf32(x):
-        return np.asarray(np.asarray(x).view(np.int32) & -0x2000).view(np.float32).astype(np.float64)
-
-    np.testing.assert_array_equal(as_tf32(high), high)
-    exact = np.asarray(a.astype(jnp.float32), np.float64)
-    np.testing.assert_array_equal(np.asarray(high, np.float64) + np.asarray(low, np.float64), exact)
-    assert np.max(np.abs(as_tf32(high) + as_tf32(low) - exact) / np.abs(exact)) <= 2**-23

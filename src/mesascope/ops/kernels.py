@@ -6,7 +6,7 @@ module until a kernel runs, and every operation that has one has another way.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,36 +47,6 @@ def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
     return lax.dot_general(
         a, b, dimensions, precision=None if a.dtype == jnp.bfloat16 else precision, preferred_element_type=out
     )
-
-
-class Split(NamedTuple):
-    """A float32 array as the sum of two with 11 digits each, which is what a TF32 product keeps of its factors."""
-
-    high: Array
-    low: Array
-
-
-def split(a: Array) -> Array | Split:
-    """What `product` takes, made once for several products."""
-    if a.dtype != jnp.float32 or interpreted():
-        return a
-    bits = lax.bitcast_convert_type(a, jnp.int32)
-    high = lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
-    return Split(high, a - high)
-
-
-def product(a: Array | Split, b: Array | Split, contract: tuple[int, int] = (1, 0)) -> Array:
-    """`dot`, with fewer instructions: here nothing looks for infinities."""
-    a, b = (x if isinstance(x, Split) else split(x) for x in (a, b))
-    if not isinstance(a, Split) or not isinstance(b, Split):
-        return dot(a, b, contract)  # pyright: ignore[reportArgumentType]
-    once = partial(
-        lax.dot_general,
-        dimension_numbers=(((contract[0],), (contract[1],)), ((), ())),
-        precision=lax.DotAlgorithmPreset.TF32_TF32_F32,
-        preferred_element_type=jnp.float32,
-    )
-    return once(a.high, b.high) + (once(a.high, b.low) + once(a.low, b.high))
 
 
 def barrier() -> None:

@@ -39,8 +39,6 @@ from mesascope.ops.kernels import (
     loop,
     loop_between,
     padded,
-    product,
-    split,
     store,
     store_vector,
 )
@@ -77,6 +75,10 @@ class _Shape(NamedTuple):
     @property
     def pieces(self) -> int:
         return max(1, max(self.key_tile, self.value_tile) // _PIECE)
+
+    def inside(self, ref: Any) -> tuple[int, int] | None:
+        """Where the columns of a piece may lie beyond an array, its shape."""
+        return None if ref.shape[-1] == self.pieces * _PIECE else ref.shape[-2:]
 
     def keys(self, ref: Any, tokens: Array) -> Array:
         return load(ref, tokens, indices(self.key_tile), (self.time, self.key))
@@ -119,9 +121,8 @@ def _sums(shape: _Shape, refs: Refs, piece: Any) -> None:
     moment = jnp.zeros((shape.key_tile, _PIECE), shape.dtype)
 
     def write(chunk: Any, gram: Array, moment: Array) -> None:
-        square = (shape.key_tile, shape.key_tile)
-        store(refs["new_gram"], rows, columns, square, gram, number=chunk)
-        store(refs["new_moment"], rows, columns, (shape.key_tile, shape.value_tile), moment, number=chunk)
+        for ref, value in ((refs["new_gram"], gram), (refs["new_moment"], moment)):
+            store(ref, rows, columns, shape.inside(ref), value, number=chunk)
 
     def step(chunk: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         gram, moment = carry
@@ -133,7 +134,7 @@ def _sums(shape: _Shape, refs: Refs, piece: Any) -> None:
             part = load(refs["k"], tokens, columns, (shape.time, shape.key)).astype(jnp.float64)
             v = load(refs["v"], tokens, columns, (shape.time, shape.value))
             gram = gram + dot(k.astype(jnp.float64), _times(beta, part), (0, 0))
-            moment = moment + product(k, _times(beta, v), (0, 0))
+            moment = moment + dot(k, _times(beta, v), (0, 0))
         return gram, moment
 
     gram, moment = loop(shape.chunks, step, (gram, moment))
@@ -264,7 +265,7 @@ def _factor_chunks(shape: _Shape, refs: Refs, chunk: Any) -> None:
 
 def _whiten(shape: _Shape, refs: Refs, chunk: Any) -> None:
     k = shape.keys(refs["k"], _tokens(chunk))
-    _keep(refs["new_white"], chunk, product(k, _whole(refs["root"], chunk), (1, 1)))
+    _keep(refs["new_white"], chunk, dot(k, _whole(refs["root"], chunk), (1, 1)))
 
 
 def _causal() -> Array:
@@ -276,18 +277,18 @@ def _attend(shape: _Shape, refs: Refs, chunk: Any) -> None:
     """Φ̃ᵀ, N, F and the outputs. What was stored is loaded again where it is needed: registers are few."""
     tokens = _tokens(chunk)
     white = _whole(refs["white"], chunk)
-    phi_t = product(_whole(refs["root"], chunk), _whole(refs["moment"], chunk))
+    phi_t = dot(_whole(refs["root"], chunk), _whole(refs["moment"], chunk))
     _keep(refs["new_phi_t"], chunk, phi_t)
-    surprise = shape.values(refs["v"], tokens) - product(white, phi_t)
-    inverse = split(_whole(refs["inverse"], chunk))
-    _keep(refs["new_f"], chunk, product(inverse, surprise))
-    _keep(refs["new_n"], chunk, product(inverse, white))
+    surprise = shape.values(refs["v"], tokens) - dot(white, phi_t)
+    inverse = _whole(refs["inverse"], chunk)
+    _keep(refs["new_f"], chunk, dot(inverse, surprise))
+    _keep(refs["new_n"], chunk, dot(inverse, white))
     barrier()
-    q = split(product(shape.keys(refs["q"], tokens), _whole(refs["root"], chunk), (1, 1)))
+    q = dot(shape.keys(refs["q"], tokens), _whole(refs["root"], chunk), (1, 1))
     beta = _weights(shape, refs, tokens)
     beta = None if beta is None else beta[None, :]
-    scores = jnp.where(_causal(), _times(beta, product(q, _whole(refs["new_n"], chunk), (1, 1))), 0.0)
-    out = product(q, _whole(refs["new_phi_t"], chunk)) + product(scores, _whole(refs["new_f"], chunk))
+    scores = jnp.where(_causal(), _times(beta, dot(q, _whole(refs["new_n"], chunk), (1, 1))), 0.0)
+    out = dot(q, _whole(refs["new_phi_t"], chunk)) + dot(scores, _whole(refs["new_f"], chunk))
     store(refs["new_out"], tokens, indices(shape.value_tile), (shape.time, shape.value), out)
 
 
@@ -298,38 +299,35 @@ def _unweighted(refs: Refs, chunk: Any, beta: Array | None) -> Array:
         return inverse
     i, j = indices(_CHUNK)[:, None], indices(_CHUNK)[None, :]
     scale = jnp.sum(jnp.where(i == j, inverse, 0.0), 0)
-    met = product(_whole(refs["white"], chunk), _whole(refs["n"], chunk), (1, 1))
-    met = product(inverse, jnp.where(i > j, met, 0.0))
+    met = dot(_whole(refs["white"], chunk), _whole(refs["n"], chunk), (1, 1))
+    met = dot(inverse, jnp.where(i > j, met, 0.0))
     return (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :]
 
 
 def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
-    """What a chunk's gradients owe to the chunk itself, and x, z."""
-    time, d, dv = shape.time, shape.key, shape.value
-    tokens, rows, columns = _tokens(chunk), indices(shape.key_tile), indices(shape.value_tile)
+    """x, z, and what κ and ν owe to the chunk itself."""
+    tokens = _tokens(chunk)
+    beta = _weights(shape, refs, tokens)
+    by_column = None if beta is None else beta[None, :]
 
     def read(name: str) -> Array:
         return _whole(refs[name], chunk)
 
-    beta = _weights(shape, refs, tokens)
-    by_column = None if beta is None else beta[None, :]
-    q = product(shape.keys(refs["q"], tokens), read("root"), (1, 1))
-    qn = jnp.where(_causal(), product(q, read("n"), (1, 1)), 0.0)
+    q = dot(shape.keys(refs["q"], tokens), read("root"), (1, 1))
+    qn = jnp.where(_causal(), dot(q, read("n"), (1, 1)), 0.0)
     inverse = _unweighted(refs, chunk, beta)
-    alpha = product(inverse, qn, (0, 1))
-    store(refs["new_nu"], tokens, columns, (time, dv), product(alpha, shape.values(refs["g"], tokens)))
-    x = product(q - product(_times(by_column, qn), read("n")), read("root"))
-    store(refs["new_x"], tokens, rows, (time, d), x)
+    alpha = dot(inverse, qn, (0, 1))
+    _keep(refs["new_nu"], chunk, dot(alpha, shape.values(refs["g"], tokens)))
+    _keep(refs["new_x"], chunk, dot(q - dot(_times(by_column, qn), read("n")), read("root")))
     barrier()
-    g = split(shape.values(refs["g"], tokens))
-    gf = jnp.where(_causal(), product(g, read("f"), (1, 1)), 0.0)
-    z = product(g, read("phi_t"), (1, 1)) + product(_times(by_column, gf), read("n"))
-    z = product(z, read("root"))
-    store(refs["new_z"], tokens, rows, (time, d), z)
-    kappa = product(alpha, z)
+    g = shape.values(refs["g"], tokens)
+    gf = jnp.where(_causal(), dot(g, read("f"), (1, 1)), 0.0)
+    z = dot(dot(g, read("phi_t"), (1, 1)) + dot(_times(by_column, gf), read("n")), read("root"))
+    _keep(refs["new_z"], chunk, z)
+    kappa = dot(alpha, z)
     barrier()
-    rho = product(inverse if beta is not None else read("inverse"), gf, (0, 1))
-    store(refs["new_kappa"], tokens, rows, (time, d), product(rho, shape.keys(refs["new_x"], tokens)) - kappa)
+    rho = dot(read("inverse") if beta is None else inverse, gf, (0, 1))
+    _keep(refs["new_kappa"], chunk, dot(rho, read("new_x")) - kappa)
 
 
 def _sums_back(shape: _Shape, refs: Refs, piece: Any) -> None:
@@ -340,23 +338,25 @@ def _sums_back(shape: _Shape, refs: Refs, piece: Any) -> None:
 
     def step(back: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         gram, moment, moment_t = carry
-        tokens = _tokens(shape.chunks - 1 - back)
+        chunk = shape.chunks - 1 - back
+        tokens = _tokens(chunk)
 
-        def part(name: str, width: int) -> Array:
-            return load(refs[name], tokens, some, (time, width))
+        def part(name: str) -> Array:
+            return load(refs[name], indices(_CHUNK), some, shape.inside(refs[name]), number=chunk)
 
-        k = split(shape.keys(refs["k"], tokens))
-        store(refs["new_nu"], tokens, some, (time, dv), part("nu", dv) + product(k, moment))
-        kappa = part("kappa", d) - product(k, gram)
-        kappa = kappa + product(shape.values(refs["v"], tokens), moment_t)
-        store(refs["new_kappa"], tokens, some, (time, d), kappa)
+        def add(name: str, value: Array) -> None:
+            ref = refs["new_" + name]
+            store(ref, indices(_CHUNK), some, shape.inside(ref), part(name) + value, number=chunk)
+
+        k = shape.keys(refs["k"], tokens)
+        add("nu", dot(k, moment))
+        add("kappa", dot(shape.values(refs["v"], tokens), moment_t) - dot(k, gram))
         barrier()
-        x, z_part, g_part = split(shape.keys(refs["x"], tokens)), part("z", d), part("g", dv)
-        gram, moment = gram + product(x, z_part, (0, 0)), moment + product(x, g_part, (0, 0))
+        x, g_part = _whole(refs["x"], chunk), load(refs["g"], tokens, some, (time, dv))
+        gram, moment = gram + dot(x, part("z"), (0, 0)), moment + dot(x, g_part, (0, 0))
         barrier()
-        x_part = split(part("x", d))
-        gram = gram + product(shape.keys(refs["z"], tokens), x_part, (0, 0))
-        return gram, moment, moment_t + product(shape.values(refs["g"], tokens), x_part, (0, 0))
+        gram = gram + dot(_whole(refs["z"], chunk), part("x"), (0, 0))
+        return gram, moment, moment_t + dot(shape.values(refs["g"], tokens), part("x"), (0, 0))
 
     gram, moment = (jnp.zeros((shape.key_tile, _PIECE), shape.dtype) for _ in range(2))
     moment_t = jnp.zeros((shape.value_tile, _PIECE), shape.dtype)
@@ -396,28 +396,39 @@ def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
             dict(gram=empty(states, key, key, dtype=jnp.float64), moment=empty(states, key, value)),
             blocks=shape.pieces,
         ).values()
-        roots = run(_factor_states, dict(gram=gram, lam=seq.lam), pair(states, key), blocks=states)
+        roots = run(
+            _factor_states,
+            dict(gram=gram, lam=seq.lam),
+            pair(states, key),
+            blocks=states,
+            in_place=dict(gram="scratch"),
+        )
         root = roots["inverse"]
         white = run(
             _whiten, dict(k=seq.keys, root=root), dict(white=empty(count, _CHUNK, key)), blocks=count
         )["white"]
         factors = run(_factor_chunks, dict(white=white, beta=seq.beta), pair(count, _CHUNK), blocks=count)
-    kept = dict(root=root, white=white, inverse=factors["inverse"])
+    kept = dict(root=root, inverse=factors["inverse"])
+    in_place = {}
+    if seq.beta is None:
+        in_place |= dict(white="n")
+    if not want_state:
+        in_place |= dict(moment="phi_t")
     results = run(
         _attend,
-        dict(q=seq.queries, v=seq.values, beta=seq.beta, moment=moment) | kept,
+        dict(q=seq.queries, v=seq.values, beta=seq.beta, moment=moment, white=white) | kept,
         dict(
             out=empty(shape.time, shape.value),
             n=empty(count, _CHUNK, key), f=empty(count, _CHUNK, value), phi_t=empty(count, key, value),
         ),
-        blocks=count,
+        blocks=count, in_place=in_place,
     )  # fmt: skip
-    if seq.beta is None:
-        del kept["white"]
+    if seq.beta is not None:
+        kept |= dict(white=white)
     if want_state:
         last = root[:, -1, : shape.key, : shape.key]
-        product = matmul(last, moment[:, -1, : shape.key, : shape.value])
-        kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), product))
+        met = matmul(last, moment[:, -1, : shape.key, : shape.value])
+        kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), met))
     return results | kept
 
 
@@ -430,14 +441,18 @@ def backward(
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
     """
     shape = _shape(seq)
-    timed, wide = (jax.ShapeDtypeStruct(a.shape, shape.dtype) for a in (seq.keys, seq.values))
+    timed, wide = (jax.ShapeDtypeStruct(saved[name].shape, shape.dtype) for name in ("n", "f"))
     given = {name: saved.get(name) for name in ("root", "inverse", "n", "f", "phi_t", "white")}
+    in_place = dict(n="kappa")
+    if timed.shape == wide.shape:
+        in_place |= dict(f="z")
     near = _call(
         shape,
         _attend_back,
         dict(q=seq.queries, g=out_bar, beta=seq.beta) | given,
         dict(x=timed, z=timed, kappa=timed, nu=wide),
         blocks=shape.chunks,
+        in_place=in_place,
     )
     inputs = dict(k=seq.keys, v=seq.values, g=out_bar) | near
     if ahead is not None:
@@ -450,8 +465,17 @@ def backward(
         blocks=shape.pieces,
         in_place=dict(kappa="kappa", nu="nu"),
     )
-    kappa, nu = far["kappa"], far["nu"]
-    gradients = dict(z=near["z"], k_bar=kappa, v_bar=nu, lam_bar=0.5 * far["lam_bar"])
+
+    def joined(chunks: Array, like: Array) -> Array:
+        whole = chunks.reshape(shape.batch, -1, chunks.shape[-1])
+        return whole[:, : shape.time, : like.shape[-1]]
+
+    z, kappa, nu = (
+        joined(near["z"], seq.keys),
+        joined(far["kappa"], seq.keys),
+        joined(far["nu"], seq.values),
+    )
+    gradients = dict(z=z, k_bar=kappa, v_bar=nu, lam_bar=0.5 * far["lam_bar"])
     if seq.beta is not None:
         beta = seq.beta[..., None]
         pull = jnp.sum(seq.keys * kappa, -1) + jnp.sum(seq.values * nu, -1)
