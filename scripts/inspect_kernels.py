@@ -1,15 +1,17 @@
-"""Every kernel of the mesa operation alone: what it compiles to (no GPU needed), or how long it takes (on a GPU).
+"""Every kernel of the mesa operation: what it compiles to for an H200 (no GPU needed), or how long it takes on a GPU.
 
-python scripts/inspect_kernels.py static             # needs `pip install triton`, whose ptxas needs no GPU
-python scripts/inspect_kernels.py static --warps 4 8
-python scripts/inspect_kernels.py time --shape 384 1024 64
+pip install jax-cuda13-pjrt triton                   # for `static`: XLA's compiler for GPUs; triton has the tools
+python scripts/inspect_kernels.py static
+python scripts/inspect_kernels.py static --shape 128 2048 128 --warps 4 8
+python scripts/inspect_kernels.py time               # on a GPU: each kernel alone, mean of twenty runs
 
-`static` compiles for sm_90 with the compiler of PyPI's triton, a relative of the one within XLA: registers per thread,
-bytes of stack (what registers did not hold), shared memory, and instructions by kind. `time` runs each kernel on its
-own in a loop of twenty; outputs that would take over an input's memory get their own.
+`static` has XLA compile forward and backward for a device that is only described, and reads what it hands to the
+assembler: registers per thread, bytes of stack (what registers did not hold), instructions by kind; and the memory of
+the whole. In `time`, outputs that would take over an input's memory get their own.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -18,87 +20,97 @@ import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mesascope.bench import sequences
 from mesascope.ops import kernels, pallas, pallas_prefix
 from mesascope.ops.sequence import Sequence
 
-KINDS = ("HGMMA", "HMMA", "DMMA", "FFMA", "DFMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
-original = kernels.call_by_block
+KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
+FOLDER = "MESASCOPE_KERNELS_FOLDER"  # where `static` keeps what the assembler was given
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 minor: 0 patch: 0 }
+"""
 
 
-def assembled(text: str, warps: int, folder: Path) -> tuple[Path, int]:
-    """The machine code of a module in Triton's language, and its bytes of shared memory."""
-    from triton._C.libtriton import ir  # pyright: ignore[reportMissingImports]
-    from triton.backends.compiler import GPUTarget, Language  # pyright: ignore[reportMissingImports]
-    from triton.compiler.compiler import make_backend  # pyright: ignore[reportMissingImports]
-
-    source, code = folder / "kernel.ttir", folder / "kernel.cubin"
-    source.write_text(text)
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    options = backend.parse_options(dict(num_warps=warps, num_stages=1))
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    module: Any = ir.parse_mlir_module(str(source), context)
-    module.context = context
-    stages: dict[str, Callable] = {}
-    backend.add_stages(stages, options, Language.TRITON)
-    metadata = {"target": target, **options.__dict__}
-    for stage in stages.values():  # all of them: `triton.compile` would leave out the first
-        module = stage(module, metadata)
-    code.write_bytes(module)
-    return code, metadata["shared"]
+def tools() -> Path:
+    found = find_spec("triton")
+    if found is None or found.origin is None or find_spec("jax_plugins.xla_cuda13") is None:
+        sys.exit("static: expected XLA's compiler and the assembler. pip install jax-cuda13-pjrt triton")
+    return Path(found.origin).parent / "backends" / "nvidia"
 
 
-def static(name: str, text: str, warps: int) -> None:
-    import triton  # pyright: ignore[reportMissingImports]
-
-    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        code, shared = assembled(text, warps, Path(folder))
-
-        def ask(*command: str) -> str:
-            return subprocess.run(
-                [tools / command[0], *command[1:], code], capture_output=True, text=True, check=True
-            ).stdout
-
-        usage, listing = ask("cuobjdump", "--dump-resource-usage"), ask("nvdisasm", "-c")
-    registers, stack = (re.findall(rf"{word}:(\d+)", usage)[-1] for word in ("REG", "STACK"))
-    kinds = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", listing, re.MULTILINE))
-    rest = " ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
-    print(f"| {name} | {warps} | {registers} | {stack} | {shared} | {kinds.total()} | {rest} |", flush=True)
+def in_place_of_a_toolkit(folder: Path) -> dict[str, str]:
+    """Environment variables that have XLA call an assembler which keeps a copy of what it is given."""
+    for part in ("bin", "nvvm/libdevice", "given"):
+        (folder / part).mkdir(parents=True)
+    (folder / "nvvm" / "libdevice" / "libdevice.10.bc").symlink_to(tools() / "lib" / "libdevice.10.bc")
+    assembler = folder / "bin" / "ptxas"
+    assembler.write_text(
+        f'#!/bin/sh\nfor a in "$@"; do grep -qs "[.]entry" "$a" && cp "$a" {folder}/given/$$.ptx; done\n'
+        f'exec {tools()}/bin/ptxas "$@"\n'
+    )
+    assembler.chmod(0o755)
+    flags = f"--xla_gpu_cuda_data_dir={folder} --xla_gpu_enable_libnvptxcompiler=false"
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", FOLDER: str(folder)}
 
 
-def lowered(call: Callable, arguments: Any) -> str:
-    """A kernel in Triton's language."""
-    from jax._src.pallas.triton import lowering, pallas_call_registration
-
-    texts: list[str] = []
-    lower = lowering.lower_jaxpr_to_triton_module
-
-    def keep(*args: Any, **settings: Any) -> Any:
-        result = lower(*args, **settings)
-        texts.append(str(result.module.operation.get_asm()))
-        return result
+def described_device() -> jax.sharding.Sharding:
+    """Where there is no GPU: one that can be compiled for."""
+    from jax._src import xla_bridge
+    from jax._src.pallas.triton import pallas_call_registration
+    from jax.experimental.topologies import TopologyDescription
 
     if hasattr(pallas_call_registration, "gpu_info_lib"):  # jax 0.11 asks the GPU what it is
         hopper = types.SimpleNamespace(compute_capability=90)
         pallas_call_registration.gpu_info_lib.get_gpu_info = lambda: hopper  # pyright: ignore
-    lowering.lower_jaxpr_to_triton_module = keep
-    try:
-        jax.jit(call).trace(arguments).lower(lowering_platforms=("cuda",))
-    finally:
-        lowering.lower_jaxpr_to_triton_module = lower
-    return texts[-1]
+    xla_bridge._discover_and_register_pjrt_plugins()  # pyright: ignore
+    make: Any = xla_bridge._topology_factories["cuda"]  # pyright: ignore
+    devices = TopologyDescription(
+        make("", topology="1x1x1", target_config=H200)._make_compile_only_devices()
+    ).devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def assembled(folder: Path) -> Iterator[str]:
+    """A row for every kernel that the assembler was given, in the order of their names."""
+    for path in folder.glob("given/*.ptx"):
+        name = re.findall(r"\.entry (\w+)", path.read_text())[0]
+        if name.startswith("_"):  # ours, not XLA's
+            code = path.with_suffix(".cubin")
+            said = subprocess.run(
+                [tools() / "bin" / "ptxas", "-v", "-arch=sm_90a", path, "-o", code],
+                capture_output=True, text=True, check=True,
+            ).stderr  # fmt: skip
+            numbers = [re.findall(f, said)[-1] for f in (r"Used (\d+) registers", r"(\d+) bytes stack")]
+            listing = subprocess.run(
+                [tools() / "bin" / "nvdisasm", "-c", code], capture_output=True, text=True, check=True
+            ).stdout
+            operations = re.findall(
+                r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", listing, re.MULTILINE
+            )
+            kinds = Counter(operations)
+            rest = " ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
+            yield f"| {name} | {' | '.join(numbers)} | {kinds.total()} | {rest} |"
+        path.unlink()
 
 
 def milliseconds(function: Callable, arguments: Any) -> float:
@@ -111,22 +123,18 @@ def milliseconds(function: Callable, arguments: Any) -> float:
     return sorted(samples)[2]
 
 
-def inspected(
-    given: argparse.Namespace, kernel: Any, inputs: Any, outputs: Any, *, warps: int, **settings: Any
+def called(
+    call: Callable, given: argparse.Namespace, kernel: Any, inputs: Any, outputs: Any, **settings: Any
 ) -> Any:
-    name = (kernel.func if isinstance(kernel, partial) else kernel).__name__
-    inputs = {n: a for n, a in inputs.items() if a is not None}
-    alone = {n: s for n, s in settings.items() if n != "in_place"}
-    if given.what == "static":
-        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs)
-        text = lowered(lambda a: original(kernel, a, outputs, warps=warps, **alone), structs)
-        for count in (given.warps if warps > 1 else None) or [warps]:
-            static(name, text, count)
-    else:
-        for count in (given.warps if warps > 1 else None) or [warps]:
-            run = jax.jit(lambda a, count=count: original(kernel, a, outputs, warps=count, **alone))
-            print(f"| {name} | {count} | {milliseconds(run, inputs):.3f} |", flush=True)
-    return original(kernel, inputs, outputs, warps=warps, **settings)
+    """In place of `call_by_block`."""
+    if given.warps and settings["warps"] > 1:
+        settings["warps"] = given.warps
+    if given.what == "time":
+        name = (kernel.func if isinstance(kernel, partial) else kernel).__name__
+        alone = settings | dict(in_place=None)
+        run = jax.jit(lambda inputs: call(kernel, inputs, outputs, **alone))
+        print(f"| {name} | {settings['warps']} | {milliseconds(run, inputs):.3f} |", flush=True)
+    return call(kernel, inputs, outputs, **settings)
 
 
 def main() -> None:
@@ -137,34 +145,44 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=int, nargs=3, default=[384, 1024, 64], metavar=("BATCH", "TIME", "WIDTH")
     )
-    parser.add_argument("--warps", type=int, nargs="*", help="instead of a kernel's own, unless that is one")
+    parser.add_argument("--warps", type=int, help="instead of a kernel's own, unless that is one")
+    parser.add_argument("--six", action="store_true", help="products as six of bfloat16, not three of TF32")
     parser.add_argument("--beta", action="store_true", help="pairs have weights")
     given = parser.parse_args()
     if given.what == "time" and jax.default_backend() != "gpu":
         sys.exit(f"time: expected a GPU, but jax runs on {jax.default_backend()}.")
-    warnings.simplefilter("ignore")  # jax 0.11 calls the compiler deprecated
-    kernels.interpreted = lambda: False
-    kernels.call_by_block = pallas_prefix.call_by_block = partial(inspected, given)
+    if given.what == "static" and FOLDER not in os.environ:  # XLA reads these when it is loaded
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | in_place_of_a_toolkit(Path(folder))
+            sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
+    warnings.simplefilter("ignore")  # jax 0.11 calls the compiler of the kernels deprecated
+    kernels.interpreted, kernels.SIX = lambda: False, given.six
+    kernels.call_by_block = pallas_prefix.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
 
     def both(q: Any, k: Any, v: Any, g: Any) -> Any:
-        seq = Sequence(
-            q, k, v, jnp.ones((batch, width), q.dtype), None,
-            jnp.ones((batch, time_steps), q.dtype) if given.beta else None, None, None, None,
-        )  # fmt: skip
+        beta = jnp.ones((batch, time_steps), q.dtype) if given.beta else None
+        lam = jnp.ones((batch, width), q.dtype)
+        seq = Sequence(q, k, v, lam, None, beta, None, None, None)
         out, pull = jax.vjp(lambda seq: pallas.fused(pallas.plan(seq, False), seq)[0], seq)
         return out, pull(g)
 
     print(f"(batch·heads, time, width) = {tuple(given.shape)}\n")
-    columns = ["kernel", "warps"]
-    columns += ["registers", "stack", "shared", "instructions", ""] if given.what == "static" else ["ms"]
-    print("|".join(["", *columns, ""]) + "\n" + "|---" * len(columns) + "|")
+    columns = ["warps", "ms"] if given.what == "time" else ["registers", "stack", "instructions", ""]
+    print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
     for pallas.PREFIX in (False, True):
-        if given.what == "static":
-            struct = jax.ShapeDtypeStruct((batch, time_steps, width), jnp.float32)
-            jax.eval_shape(partial(both), *[struct] * 4)  # each time another function: traced again
-        else:
+        if given.what == "time":
             both(*(jnp.asarray(a) for a in sequences(*given.shape)))
+            continue
+        struct = jax.ShapeDtypeStruct(tuple(given.shape), jnp.float32, sharding=described_device())
+        lowered = jax.jit(partial(both)).trace(*[struct] * 4).lower(lowering_platforms=("cuda",))
+        memory: Any = lowered.compile().memory_analysis()
+        print(*sorted(assembled(Path(os.environ[FOLDER]))), sep="\n")
+        sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+        print(
+            "| arguments, outputs, temporary: " + ", ".join(f"{n / 1e6:.0f} MB" for n in sizes) + " |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

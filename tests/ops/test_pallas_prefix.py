@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mesascope import mesa_attention
-from mesascope.ops import pallas
+from mesascope.ops import kernels, pallas
 from tests.helpers import assert_close, draw
 from tests.ops.test_accuracy import CELLS, FUSED, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
@@ -108,3 +108,15 @@ def test_the_same_on_a_gpu(time, width):
 def test_compiled_kernels_equal_the_definition(time, width, features):
     assert jax.default_backend() == "gpu"
     assert_equal_to_the_definition(time, width, features)
+
+
+def test_three_thirds_of_a_number():
+    """They are the number, and what `_six_products` leaves out of a product is about a rounding of float32."""
+    rng = np.random.default_rng(0)
+    a = (rng.standard_normal(10**5) * 10.0 ** rng.uniform(-20, 20, 10**5)).astype(np.float32)
+    thirds = kernels.thirds(jnp.asarray(a))
+    assert all(x.dtype == jnp.bfloat16 for x in thirds)
+    high, middle, low = (np.asarray(x, np.float64) for x in thirds)
+    np.testing.assert_array_equal(high + middle + low, a.astype(np.float64))
+    left_out = 2 * np.abs(middle * low) + low**2
+    assert np.max(left_out / np.square(a, dtype=np.float64)) <= 2**-22.9
