@@ -46,7 +46,6 @@ from mesascope.ops.sequence import Sequence
 
 _CHUNK = 64
 _TILE = 16
-_PIECE = 32  # columns of a running sum that one program keeps
 
 Refs = dict[str, Any]
 
@@ -71,14 +70,6 @@ class _Shape(NamedTuple):
     @property
     def chunks(self) -> int:
         return -(-self.time // _CHUNK)
-
-    @property
-    def pieces(self) -> int:
-        return max(1, max(self.key_tile, self.value_tile) // _PIECE)
-
-    def inside(self, ref: Any) -> tuple[int, int] | None:
-        """Where the columns of a piece may lie beyond an array, its shape."""
-        return None if ref.shape[-1] == self.pieces * _PIECE else ref.shape[-2:]
 
     def keys(self, ref: Any, tokens: Array) -> Array:
         return load(ref, tokens, indices(self.key_tile), (self.time, self.key))
@@ -113,33 +104,62 @@ def _keep(ref: Any, chunk: Any, value: Array) -> None:
     store(ref, indices(ref.shape[-2]), indices(ref.shape[-1]), None, value, number=chunk)
 
 
-def _sums(shape: _Shape, refs: Refs, piece: Any) -> None:
-    """Some columns of H and of Sᵀ before every chunk, and after the last where there is room for it."""
-    rows, columns = indices(shape.key_tile), piece * _PIECE + indices(_PIECE)
-    penalty = 1 / load_vector(refs["lam"], rows, shape.key, 1.0).astype(jnp.float64)
-    gram = jnp.where(rows[:, None] == columns[None, :], penalty[:, None], 0.0)
-    moment = jnp.zeros((shape.key_tile, _PIECE), shape.dtype)
+def _sums(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    """What a chunk adds to H and Sᵀ. By half chunks: registers are few."""
+    gram = jnp.zeros((shape.key_tile, shape.key_tile), jnp.float64)
+    moment = jnp.zeros((shape.key_tile, shape.value_tile), shape.dtype)
+    for half in range(2):
+        tokens = chunk * _CHUNK + half * _CHUNK // 2 + indices(_CHUNK // 2)
+        k, beta = shape.keys(refs["k"], tokens), _weights(shape, refs, tokens)
+        beta = None if beta is None else beta[:, None]
+        wide = k.astype(jnp.float64)
+        gram = gram + dot(wide, _times(beta, wide), (0, 0))
+        moment = moment + dot(k, _times(beta, shape.values(refs["v"], tokens)), (0, 0))
+    _keep(refs["new_gram"], chunk, gram)
+    _keep(refs["new_moment"], chunk, moment)
 
-    def write(chunk: Any, gram: Array, moment: Array) -> None:
-        for ref, value in ((refs["new_gram"], gram), (refs["new_moment"], moment)):
-            store(ref, rows, columns, shape.inside(ref), value, number=chunk)
 
-    def step(chunk: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        gram, moment = carry
-        write(chunk, gram, moment)
-        for half in range(2):
-            tokens = chunk * _CHUNK + half * _CHUNK // 2 + indices(_CHUNK // 2)
-            k, beta = shape.keys(refs["k"], tokens), _weights(shape, refs, tokens)
-            beta = None if beta is None else beta[:, None]
-            part = load(refs["k"], tokens, columns, (shape.time, shape.key)).astype(jnp.float64)
-            v = load(refs["v"], tokens, columns, (shape.time, shape.value))
-            gram = gram + dot(k.astype(jnp.float64), _times(beta, part), (0, 0))
-            moment = moment + dot(k, _times(beta, v), (0, 0))
-        return gram, moment
+def _accumulate(shape: _Shape, backwards: bool, refs: Refs, piece: Any) -> None:
+    """Some rows of running sums of two matrices: before every chunk (or after it), and of all where there is room.
 
-    gram, moment = loop(shape.chunks, step, (gram, moment))
+    They begin with diag(1/λ) and zero, or with what is given, or with zeros.
+    """
+    rows, columns = piece * _TILE + indices(_TILE), indices(shape.key_tile)
+    names = ("gram", "moment")
+    totals = [jnp.zeros((_TILE, refs[name].shape[-1]), refs[name].dtype) for name in names]
+    if "lam" in refs:
+        penalty = 1 / load_vector(refs["lam"], columns, shape.key, 1.0).astype(jnp.float64)
+        totals[0] = jnp.where(rows[:, None] == columns[None, :], penalty[None, :], 0.0)
+    if "first_gram" in refs:
+        first = (refs["first_" + name] for name in names)
+        totals = [
+            load(ref, rows, indices(a.shape[-1]), ref.shape) for ref, a in zip(first, totals, strict=True)
+        ]
+
+    def write(chunk: Any, totals: Any) -> None:
+        for name, total in zip(names, totals, strict=True):
+            store(refs["new_" + name], rows, indices(total.shape[-1]), None, total, number=chunk)
+
+    def step(index: Array, totals: Any) -> Any:
+        chunk = shape.chunks - 1 - index if backwards else index
+        new = [load(refs[name], rows, indices(refs[name].shape[-1]), number=chunk) for name in names]
+        write(chunk, totals)
+        return [a + b for a, b in zip(totals, new, strict=True)]
+
+    totals = loop(shape.chunks, step, totals)
     if refs["new_gram"].shape[0] > shape.chunks:
-        write(np.int32(shape.chunks), gram, moment)
+        write(np.int32(shape.chunks), totals)
+    if "new_diagonal" in refs:
+        diagonal = jnp.sum(jnp.where(rows[:, None] == columns[None, :], totals[0], 0.0), 1)
+        store_vector(refs["new_diagonal"], rows, shape.key, diagonal)
+
+
+def _before(shape: _Shape, refs: Refs, piece: Any) -> None:
+    _accumulate(shape, False, refs, piece)
+
+
+def _after(shape: _Shape, refs: Refs, piece: Any) -> None:
+    _accumulate(shape, True, refs, piece)
 
 
 def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Array:
@@ -305,7 +325,7 @@ def _unweighted(refs: Refs, chunk: Any, beta: Array | None) -> Array:
 
 
 def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
-    """x, z, and what κ and ν owe to the chunk itself."""
+    """z, what κ and ν owe to the chunk itself, and what it adds to W and P; x on the way."""
     tokens = _tokens(chunk)
     beta = _weights(shape, refs, tokens)
     by_column = None if beta is None else beta[None, :]
@@ -328,46 +348,21 @@ def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
     barrier()
     rho = dot(read("inverse") if beta is None else inverse, gf, (0, 1))
     _keep(refs["new_kappa"], chunk, dot(rho, read("new_x")) - kappa)
+    barrier()
+    x = read("new_x")
+    _keep(refs["new_moment"], chunk, dot(x, shape.values(refs["g"], tokens), (0, 0)))
+    gram = dot(x, read("new_z"), (0, 0))
+    _keep(refs["new_gram"], chunk, gram + gram.T)
 
 
-def _sums_back(shape: _Shape, refs: Refs, piece: Any) -> None:
-    """Some columns of W, P and Pᵀ after every chunk, and what they add to the same columns of κ and ν."""
-    time, d, dv = shape.time, shape.key, shape.value
-    rows, columns = indices(shape.key_tile), indices(shape.value_tile)
-    some = piece * _PIECE + indices(_PIECE)
-
-    def step(back: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        gram, moment, moment_t = carry
-        chunk = shape.chunks - 1 - back
-        tokens = _tokens(chunk)
-
-        def part(name: str) -> Array:
-            return load(refs[name], indices(_CHUNK), some, shape.inside(refs[name]), number=chunk)
-
-        def add(name: str, value: Array) -> None:
-            ref = refs["new_" + name]
-            store(ref, indices(_CHUNK), some, shape.inside(ref), part(name) + value, number=chunk)
-
-        k = shape.keys(refs["k"], tokens)
-        add("nu", dot(k, moment))
-        add("kappa", dot(shape.values(refs["v"], tokens), moment_t) - dot(k, gram))
-        barrier()
-        x, g_part = _whole(refs["x"], chunk), load(refs["g"], tokens, some, (time, dv))
-        gram, moment = gram + dot(x, part("z"), (0, 0)), moment + dot(x, g_part, (0, 0))
-        barrier()
-        gram = gram + dot(_whole(refs["z"], chunk), part("x"), (0, 0))
-        return gram, moment, moment_t + dot(shape.values(refs["g"], tokens), part("x"), (0, 0))
-
-    gram, moment = (jnp.zeros((shape.key_tile, _PIECE), shape.dtype) for _ in range(2))
-    moment_t = jnp.zeros((shape.value_tile, _PIECE), shape.dtype)
-    if "gram" in refs:
-        gram = load(refs["gram"], rows, some, (d, d))
-        moment = load(refs["moment"], rows, some, (d, dv))
-        moment_t = load(refs["moment_t"], columns, some, (dv, d))
-    gram, _, _ = loop(shape.chunks, step, (gram, moment, moment_t))
-    store_vector(
-        refs["new_lam_bar"], some, d, jnp.sum(jnp.where(rows[:, None] == some[None, :], gram, 0.0), 0)
-    )
+def _add_later(shape: _Shape, refs: Refs, chunk: Any) -> None:
+    """What κ and ν owe to later chunks, with the sums W and P over those."""
+    tokens = _tokens(chunk)
+    gram, moment = (_whole(refs[name], chunk) for name in ("gram", "moment"))
+    k = shape.keys(refs["k"], tokens)
+    _keep(refs["new_nu"], chunk, _whole(refs["nu"], chunk) + dot(k, moment))
+    kappa = _whole(refs["kappa"], chunk) - dot(k, gram)
+    _keep(refs["new_kappa"], chunk, kappa + dot(shape.values(refs["v"], tokens), moment, (1, 1)))
 
 
 def applies(seq: Sequence) -> bool:
@@ -390,11 +385,18 @@ def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
 
     run = partial(_call, shape)
     with jax.enable_x64(True):
-        gram, moment = run(
+        added = run(
             _sums,
-            dict(k=seq.keys, v=seq.values, lam=seq.lam, beta=seq.beta),
+            dict(k=seq.keys, v=seq.values, beta=seq.beta),
+            dict(gram=empty(count, key, key, dtype=jnp.float64), moment=empty(count, key, value)),
+            blocks=count,
+        )
+        gram, moment = run(
+            _before,
+            added | dict(lam=seq.lam),
             dict(gram=empty(states, key, key, dtype=jnp.float64), moment=empty(states, key, value)),
-            blocks=shape.pieces,
+            blocks=key // _TILE,
+            in_place={} if want_state else dict(gram="gram", moment="moment"),
         ).values()
         roots = run(
             _factor_states,
@@ -441,28 +443,45 @@ def backward(
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
     """
     shape = _shape(seq)
+    run = partial(_call, shape)
     timed, wide = (jax.ShapeDtypeStruct(saved[name].shape, shape.dtype) for name in ("n", "f"))
     given = {name: saved.get(name) for name in ("root", "inverse", "n", "f", "phi_t", "white")}
-    in_place = dict(n="kappa")
+    matrices = {
+        name: jax.ShapeDtypeStruct((shape.batch, shape.chunks, shape.key_tile, width), shape.dtype)
+        for name, width in (("gram", shape.key_tile), ("moment", shape.value_tile))
+    }
+    in_place = dict(n="kappa", phi_t="moment")
     if timed.shape == wide.shape:
         in_place |= dict(f="z")
-    near = _call(
-        shape,
+    if saved["root"].shape == matrices["gram"].shape:  # without the final state
+        in_place |= dict(root="gram")
+    near = run(
         _attend_back,
         dict(q=seq.queries, g=out_bar, beta=seq.beta) | given,
-        dict(x=timed, z=timed, kappa=timed, nu=wide),
+        dict(x=timed, z=timed, kappa=timed, nu=wide) | matrices,
         blocks=shape.chunks,
         in_place=in_place,
     )
-    inputs = dict(k=seq.keys, v=seq.values, g=out_bar) | near
-    if ahead is not None:
-        inputs |= dict(gram=ahead[0], moment=ahead[1], moment_t=transpose(ahead[1]))
-    far = _call(
-        shape,
-        _sums_back,
-        inputs,
-        dict(kappa=timed, nu=wide, lam_bar=jax.ShapeDtypeStruct(seq.lam.shape, shape.dtype)),
-        blocks=shape.pieces,
+    first = dict(first_gram=ahead[0], first_moment=ahead[1]) if ahead is not None else {}
+    later = run(
+        _after,
+        {name: near[name] for name in matrices} | first,
+        matrices | dict(diagonal=jax.ShapeDtypeStruct(seq.lam.shape, shape.dtype)),
+        blocks=shape.key_tile // _TILE,
+        in_place={name: name for name in matrices},
+    )
+    far = run(
+        _add_later,
+        dict(
+            k=seq.keys,
+            v=seq.values,
+            kappa=near["kappa"],
+            nu=near["nu"],
+            gram=later["gram"],
+            moment=later["moment"],
+        ),
+        dict(kappa=timed, nu=wide),
+        blocks=shape.chunks,
         in_place=dict(kappa="kappa", nu="nu"),
     )
 
@@ -475,7 +494,7 @@ def backward(
         joined(far["kappa"], seq.keys),
         joined(far["nu"], seq.values),
     )
-    gradients = dict(z=z, k_bar=kappa, v_bar=nu, lam_bar=0.5 * far["lam_bar"])
+    gradients = dict(z=z, k_bar=kappa, v_bar=nu, lam_bar=0.5 * later["diagonal"])
     if seq.beta is not None:
         beta = seq.beta[..., None]
         pull = jnp.sum(seq.keys * kappa, -1) + jnp.sum(seq.values * nu, -1)
