@@ -18,7 +18,7 @@ from rich.table import Table
 from mesascope import store
 from mesascope.bench import Report, machine
 from mesascope.flops import flops_per_step
-from mesascope.models import Softmax, Transformer
+from mesascope.models import Transformer
 from mesascope.parts import positions
 from mesascope.presets import preset
 from mesascope.runs import fit
@@ -64,11 +64,7 @@ def has_twin(config: Config) -> bool:
     """Whether `torch_step` knows everything that this model is made of."""
     spec = config.model
     plain = all(
-        isinstance(block.mixer, Softmax)
-        and block.normalize is None
-        and not (block.dpfp or block.forgets or block.shift_keys)
-        and (block.mlp is None or block.mlp.activation != "relu")
-        for block in spec.blocks
+        block.is_plain and (block.mlp is None or block.mlp.activation != "relu") for block in spec.blocks
     )
     return plain and not spec.masked and (spec.positions is None or spec.positions.at != "tokens")
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
-from mesascope.ops.softmax import causal_softmax
+from mesascope.ops.softmax import causal_softmax, causal_softmax_joined
 from mesascope.parts import (
     ACTIVATIONS,
     beside_codes,
@@ -116,6 +116,12 @@ class Block:
     forgets: bool = False
     shift_keys: bool = False
     mlp: FeedForward | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Softmax attention of queries and keys as they are."""
+        changed = self.normalize is not None or self.dpfp or self.forgets or self.shift_keys
+        return isinstance(self.mixer, Softmax) and not changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,6 +557,11 @@ class Transformer(eqx.Module):
         # As few and as wide matrix products as there can be.
         if key_input is x:
             joined = self._project(x, jnp.concatenate([layer.queries, layer.keys, layer.values], 1))
+            if before is None and codes is None and biases is None and block.is_plain and not tap.record:
+                heads = causal_softmax_joined(
+                    joined, block.heads, None if documents is None else documents.starts
+                )
+                return self._project(heads, layer.output), None
             q, k, v = jnp.split(joined, 3, -1)
         else:
             q, k = jnp.split(self._project(key_input, jnp.concatenate([layer.queries, layer.keys], 1)), 2, -1)

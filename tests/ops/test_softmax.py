@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesascope.ops.softmax import causal_softmax, fused_softmax, plain_softmax
+from mesascope.ops.softmax import (
+    causal_softmax,
+    causal_softmax_joined,
+    fused_softmax,
+    fused_softmax_joined,
+    plain_softmax,
+    plain_softmax_joined,
+)
 from tests.helpers import assert_close
 
 
@@ -89,6 +96,73 @@ def test_second_derivatives_of_the_kernel_are_those_of_the_formula(time):
 
     for ours, expected in zip(curvature(fused_softmax), curvature(textbook), strict=True):
         assert_close(ours, expected)
+
+
+def apart(joined, heads):
+    """Queries, keys and values by head, of what one matrix product leaves."""
+    *lead, time, width = joined.shape
+    parts = jnp.split(joined.reshape(*lead, time, 3 * heads, width // (3 * heads)), 3, -2)
+    return [jnp.swapaxes(part, -2, -3) for part in parts]
+
+
+def by_head(joined, heads, starts=None):
+    out = plain_softmax(*apart(joined, heads), None if starts is None else starts[:, None])
+    return jnp.swapaxes(out, -2, -3).reshape(*joined.shape[:-1], -1)
+
+
+def documents_of(batch, time):
+    return jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32) // 13 * 13, (batch, time))
+
+
+@pytest.mark.parametrize("op", [plain_softmax_joined, fused_softmax_joined], ids=["plain", "fused"])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("time", "heads", "width"), [(1, 1, 3), (50, 3, 5), (150, 2, 4)])
+def test_joined_is_head_by_head(time, heads, width, documents, op):
+    """Values, gradients, and gradients of gradients."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    joined = jax.random.normal(keys[0], (2, time, 3 * heads * width), jnp.float64)
+    g = jax.random.normal(keys[1], (2, time, heads * width), jnp.float64)
+    starts = documents_of(2, time) if documents else None
+    out, pull = jax.vjp(jax.jit(lambda a: op(heads, a, starts)), joined)
+    expected, alone = jax.vjp(lambda a: by_head(a, heads, starts), joined)
+    assert_close(out, expected)
+    assert_close(pull(g)[0], alone(g)[0])
+    if time == 50:
+
+        def curvature(op):
+            slope = jax.grad(lambda a: jnp.sum(jnp.sin(op(a))))
+            return jax.jit(jax.grad(lambda a: jnp.sum(jnp.cos(slope(a)))))(joined)
+
+        assert_close(
+            curvature(lambda a: op(heads, a, starts)), curvature(lambda a: by_head(a, heads, starts))
+        )
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_joined_without_kernels(documents):
+    joined, starts = jax.random.normal(jax.random.key(0), (2, 30, 3 * 2 * 4)), documents_of(2, 30)
+    starts = starts if documents else None
+    assert_close(causal_softmax_joined(joined, 2, starts), by_head(joined, 2, starts))
+
+
+@pytest.mark.parametrize("time", [20, 70])
+def test_joined_under_vmap(time):
+    joined = jax.random.normal(jax.random.key(0), (3, 2, time, 3 * 2 * 4))
+    slope = jax.jit(jax.vmap(jax.grad(lambda a: jnp.sum(fused_softmax_joined(2, a) ** 2))))
+    assert_close(slope(joined), jax.grad(lambda a: jnp.sum(by_head(a, 2) ** 2))(joined))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("time", "heads", "width"), [(50, 4, 20), (64, 2, 64), (224, 4, 20), (1000, 3, 64)])
+def test_the_compiled_joined_kernel_is_exact(time, heads, width, documents):
+    joined = jax.random.normal(jax.random.key(0), (8, time, 3 * heads * width), jnp.float32)
+    starts = documents_of(8, time) if documents else None
+
+    def outcome(op):
+        return jax.jit(jax.value_and_grad(lambda a: jnp.sum(jnp.sin(op(heads, a, starts)))))(joined)
+
+    assert_close(outcome(fused_softmax_joined), outcome(plain_softmax_joined))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -91,13 +92,20 @@ def barrier() -> None:
 
 
 def load(
-    ref: Any, rows: Array, columns: Array, shape: tuple[int, int] | None = None, *, number: Any = None
+    ref: Any,
+    rows: Array,
+    columns: Array,
+    shape: tuple[int, int] | None = None,
+    *,
+    number: Any = None,
+    part: int | None = None,
 ) -> Array:
-    """Rows and columns of a matrix (the one of this number, where there are several), zero beyond its shape.
+    """Rows and columns of a matrix (the one of this number, where there are several one after the other; this part,
+    where there are several row by row), zero beyond its shape.
 
     Without a shape none of them may lie beyond it: cheaper.
     """
-    place, mask = _place(ref, rows, columns, shape, number)
+    place, mask = _place(ref, rows, columns, shape, number, part)
     return plt.load(place) if mask is None else plt.load(place, mask=mask, other=0.0)
 
 
@@ -109,15 +117,16 @@ def store(
     value: Array,
     *,
     number: Any = None,
+    part: int | None = None,
 ) -> None:
-    place, mask = _place(ref, rows, columns, shape, number)
+    place, mask = _place(ref, rows, columns, shape, number, part)
     plt.store(place, value, mask=mask)
 
 
 def _place(
-    ref: Any, rows: Array, columns: Array, shape: tuple[int, int] | None, number: Any
+    ref: Any, rows: Array, columns: Array, shape: tuple[int, int] | None, number: Any, part: int | None
 ) -> tuple[Any, Array | None]:
-    at = (rows[:, None], columns[None, :])
+    at = (rows[:, None], columns[None, :]) if part is None else (rows[:, None], part, columns[None, :])
     place = ref.at[at if number is None else (number, *at)]
     if shape is None:
         return place, None
@@ -174,17 +183,33 @@ def call_by_block(
     blocks: int,
     warps: int,
     in_place: dict[str, str] | None = None,
+    heads_at: dict[str, int] | None = None,
 ) -> dict[str, Array]:
     """The same with so many programs per entry, side by side: `kernel` also takes the number of its block.
 
     Args:
         in_place: inputs whose memory an output may take over.
+        heads_at: arrays whose entries are not one after the other but have, within each entry of the first axis, an
+            axis of their own: which one. Outputs are meant by their own names too.
     """
     given = {name: array for name, array in inputs.items() if array is not None}
 
-    def spec(array: Any) -> pl.BlockSpec:
-        rest = len(array.shape) - 1
-        return pl.BlockSpec((None, *array.shape[1:]), lambda i, _: (i, *(0,) * rest))
+    def spec(name: str, array: Any) -> pl.BlockSpec:
+        axis = (heads_at or {}).get(name, 0)
+        block = [None if j in (0, axis) else n for j, n in enumerate(array.shape)]
+        if axis == 0:
+            return pl.BlockSpec(block, lambda i, _: (i, *(0,) * (len(block) - 1)))
+        count = np.int32(array.shape[axis])
+
+        def place(i: Any, _: Any) -> tuple[Any, ...]:
+            rest = (lax.rem(i, count) if j == axis else 0 for j in range(1, len(block)))
+            return lax.div(i, count), *rest
+
+        return pl.BlockSpec(block, place)
+
+    def programs(name: str, array: Any) -> int:
+        axis = (heads_at or {}).get(name, 0)
+        return array.shape[0] * (array.shape[axis] if axis else 1)
 
     names = [*given, *("new_" + name for name in outputs)]
 
@@ -194,9 +219,9 @@ def call_by_block(
     program.__name__ = _name(kernel)
     results = pl.pallas_call(
         program,
-        grid=(next(iter(outputs.values())).shape[0], blocks),
-        in_specs=[spec(a) for a in given.values()],
-        out_specs=[spec(a) for a in outputs.values()],
+        grid=(programs(*next(iter(outputs.items()))), blocks),
+        in_specs=[spec(*item) for item in given.items()],
+        out_specs=[spec(*item) for item in outputs.items()],
         out_shape=list(outputs.values()),
         input_output_aliases={
             list(given).index(i): list(outputs).index(o) for i, o in (in_place or {}).items()

@@ -13,6 +13,9 @@ from mesascope.ops.methods import has_kernels
 HIGHEST = jax.lax.Precision.HIGHEST
 _BLOCK = 64  # tokens that one program of the fused kernels takes at once
 _WIDEST = 64  # up to which they are chosen
+IN_PLACE = False
+"""Whether kernels read and write queries, keys and values side by side, where a matrix product leaves them, instead of
+copies head by head: a fifth less memory traffic in a training step. Compiled for an H200, not run on one yet."""
 
 
 def causal_softmax(
@@ -32,9 +35,24 @@ def causal_softmax(
     Args:
         starts: where the document of each token begins; sums are from there on.
     """
-    fits = max(queries.shape[-1], values.shape[-1]) <= _WIDEST and queries.dtype != jnp.float64
-    softmax = fused_softmax if fits and has_kernels() else plain_softmax
-    return softmax(queries, keys, values, starts)
+    fits = _fits(max(queries.shape[-1], values.shape[-1]), queries.dtype)
+    return (fused_softmax if fits else plain_softmax)(queries, keys, values, starts)
+
+
+def causal_softmax_joined(
+    joined: Float[Array, "*batch time 3*heads*key"],
+    heads: int,
+    starts: Int[Array, "*batch time"] | None = None,
+) -> Float[Array, "*batch time heads*key"]:
+    """The same for all heads of a layer, whose queries, keys and values are side by side for each token, as one matrix
+    product leaves them."""
+    if IN_PLACE and _fits(joined.shape[-1] // (3 * heads), joined.dtype):
+        return fused_softmax_joined(heads, joined, starts)
+    return _joined(causal_softmax, heads, joined, starts)
+
+
+def _fits(width: int, dtype: Any) -> bool:
+    return width <= _WIDEST and dtype != jnp.float64 and has_kernels()
 
 
 def _plain(q: Array, k: Array, v: Array, starts: Array | None = None) -> Array:
@@ -80,21 +98,47 @@ def _plain_backward(saved: tuple[Array, ...], out_bar: Array) -> tuple[Array, Ar
 plain_softmax = with_closed_form(_plain, _plain_forward, _plain_backward)
 
 
-def _fused(q: Array, k: Array, v: Array, starts: Array | None = None) -> Array:
-    return remembering(q, k, v, starts)[0]
+def _joined(softmax: Any, heads: int, joined: Array, starts: Array | None) -> Array:
+    """Head by head, of what is side by side."""
+    q, k, v = (
+        jnp.swapaxes(part.reshape(*part.shape[:-1], heads, -1), -2, -3) for part in jnp.split(joined, 3, -1)
+    )
+    out = softmax(q, k, v, None if starts is None else starts[..., None, :])
+    return jnp.swapaxes(out, -2, -3).reshape(*joined.shape[:-1], -1)
 
 
-def _heads(q: Array, k: Array, v: Array, starts: Array | None) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The leading axes, and the arrays with one of them."""
-    given = dict(q=q, k=k, v=v)
-    leading = jnp.broadcast_shapes(*(a.shape[:-2] for a in given.values()))
-    flat: dict[str, Any] = {
-        name: jnp.broadcast_to(a, (*leading, *a.shape[-2:])).reshape(-1, *a.shape[-2:])
-        for name, a in given.items()
-    }
+def plain_softmax_joined(heads: int, joined: Array, starts: Array | None = None) -> Array:
+    return _joined(plain_softmax, heads, joined, starts)
+
+
+# Fused. What is given is (q, k, v) with None for heads, or one array of them side by side with how many there are.
+
+Given = tuple[Array, ...]
+
+
+def _plainly(heads: int | None, given: Given, starts: Array | None) -> Array:
+    if heads is None:
+        q, k, v = given
+        return plain_softmax(q, k, v, starts)
+    return plain_softmax_joined(heads, given[0], starts)
+
+
+def _by_head(heads: int | None, given: Given, starts: Array | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The leading axes, heads among them, and the arrays with one axis in their place, apart from "qkv"."""
+    if heads is None:
+        leading = jnp.broadcast_shapes(*(a.shape[:-2] for a in given))
+        flat: dict[str, Any] = {
+            name: jnp.broadcast_to(a, (*leading, *a.shape[-2:])).reshape(-1, *a.shape[-2:])
+            for name, a in zip("qkv", given, strict=True)
+        }
+    else:
+        (joined,) = given
+        leading = (*joined.shape[:-2], heads)
+        flat = {"qkv": joined.reshape(-1, joined.shape[-2], 3, heads, joined.shape[-1] // (3 * heads))}
+        starts = None if starts is None else starts[..., None, :]
     if starts is not None:
-        wide = jnp.broadcast_to(starts.astype(jnp.int32), (*leading, starts.shape[-1]))
-        flat["starts"] = wide.reshape(-1, starts.shape[-1])
+        all_of_them = jnp.broadcast_to(starts.astype(jnp.int32), (*leading, starts.shape[-1]))
+        flat["starts"] = all_of_them.reshape(-1, starts.shape[-1])
     return leading, flat
 
 
@@ -107,14 +151,17 @@ class _Tiles:
         sums: dtype of sums.
     """
 
-    def __init__(self, heads: dict[str, Any]):
+    def __init__(self, arrays: dict[str, Any]):
         from mesascope.ops import kernels  # its compiler is not everywhere
 
         self.kernels = kernels
-        (_, self.time, self.key), self.value = heads["q"].shape, heads["v"].shape[-1]
+        self.joined = "qkv" in arrays
+        some = arrays["qkv" if self.joined else "q"]
+        self.time, self.key = some.shape[1], some.shape[-1]
+        self.value = self.key if self.joined else arrays["v"].shape[-1]
         self.size = min(_BLOCK, kernels.padded(self.time))
         self.blocks = -(-self.time // self.size)
-        self.sums = jnp.float64 if heads["q"].dtype == jnp.float64 else jnp.float32
+        self.sums = jnp.float64 if some.dtype == jnp.float64 else jnp.float32
 
     # Made within a kernel, which may not bring constants along.
 
@@ -129,21 +176,35 @@ class _Tiles:
     def zeros(self, *shape: int) -> Array:
         return jnp.zeros(shape, self.sums)
 
-    def call(self, kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Array]:
+    def call(
+        self, kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any], **in_place: str
+    ) -> dict[str, Array]:
         warps = 4 if max(self.key, self.value) <= 32 or self.blocks == 1 else 8
-        return self.kernels.call_by_block(kernel, inputs, outputs, blocks=self.blocks, warps=warps)
+        heads_at = {"qkv": 3, "begun": 3, "out": 2, "bar": 2} if self.joined else {}
+        return self.kernels.call_by_block(
+            kernel, inputs, outputs, blocks=self.blocks, warps=warps, in_place=in_place, heads_at=heads_at
+        )
 
     def tokens(self, block: Any) -> Array:
         return block * self.size + self.kernels.indices(self.size)
 
-    def load(self, ref: Any, tokens: Array, columns: Array) -> Array:
-        return self.kernels.load(ref, tokens, columns, (self.time, ref.shape[-1]))
+    def load(self, refs: dict[str, Any], name: str, tokens: Array) -> Array:
+        ref, columns, part = self._place(refs, name, "")
+        return self.kernels.load(ref, tokens, columns, (self.time, ref.shape[-1]), part=part)
 
-    def store(self, ref: Any, tokens: Array, columns: Array, value: Array) -> None:
-        self.kernels.store(ref, tokens, columns, (self.time, ref.shape[-1]), value.astype(ref.dtype))
+    def store(self, refs: dict[str, Any], name: str, tokens: Array, value: Array) -> None:
+        ref, columns, part = self._place(refs, name, "new_")
+        shape = (self.time, ref.shape[-1])
+        self.kernels.store(ref, tokens, columns, shape, value.astype(ref.dtype), part=part)
+
+    def _place(self, refs: dict[str, Any], name: str, before: str) -> tuple[Any, Array, int | None]:
+        columns = self.rows if name in "qk" else self.columns
+        if self.joined and name in "qkv":
+            return refs[f"{before}qkv"], columns, "qkv".index(name)
+        return refs[before + name], columns, None
 
     def queries(self, refs: dict[str, Any], tokens: Array) -> Array:
-        return self.load(refs["q"], tokens, self.rows) * (1 / math.sqrt(self.key))
+        return self.load(refs, "q", tokens) * (1 / math.sqrt(self.key))
 
     def scores(self, refs: dict[str, Any], queries: Array, seeing: Array, keys: Array, seen: Array) -> Array:
         visible = seeing[:, None] >= seen[None, :]
@@ -157,14 +218,14 @@ class _Tiles:
         return body(0, carry) if self.blocks == 1 else self.kernels.loop_between(start, stop, body, carry)
 
 
-def _remembering(q: Array, k: Array, v: Array, starts: Array | None = None) -> tuple[Array, Array]:
+def _remembering(heads: int | None, given: Given, starts: Array | None = None) -> tuple[Array, Array]:
     """Outputs, and the logarithm of each row's sum of exponentials.
 
     Sums run over blocks of keys, relative to the largest exponent so far: they shrink when a larger one appears.
     """
-    leading, heads = _heads(q, k, v, starts)
-    batch, time, dv = *heads["q"].shape[:2], v.shape[-1]
-    tiles = _Tiles(heads)
+    leading, arrays = _by_head(heads, given, starts)
+    tiles = _Tiles(arrays)
+    batch, time, dv = math.prod(leading), tiles.time, tiles.value
     dot = tiles.kernels.dot
 
     def kernel(refs: dict[str, Any], block: Any) -> None:
@@ -174,10 +235,10 @@ def _remembering(q: Array, k: Array, v: Array, starts: Array | None = None) -> t
         def visit(other: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             out, total, largest = carry
             seen = tiles.tokens(other)
-            s = tiles.scores(refs, q, tokens, tiles.load(refs["k"], seen, tiles.rows), seen)
+            s = tiles.scores(refs, q, tokens, tiles.load(refs, "k", seen), seen)
             new_largest = jnp.maximum(largest, jnp.max(s, 1))
             p, shrunk = jnp.exp(s - new_largest[:, None]), jnp.exp(largest - new_largest)
-            v = tiles.load(refs["v"], seen, tiles.columns)
+            v = tiles.load(refs, "v", seen)
             out = shrunk[:, None] * out + dot(p.astype(v.dtype), v)
             return out, shrunk * total + jnp.sum(p, 1), new_largest
 
@@ -186,30 +247,34 @@ def _remembering(q: Array, k: Array, v: Array, starts: Array | None = None) -> t
         lowest = nothing + float(jnp.finfo(tiles.sums).min)
         start = (tiles.zeros(tiles.size, len(tiles.columns)), nothing, lowest)
         out, total, largest = tiles.over(0, block + 1, visit, start)
-        tiles.store(refs["new_out"], tokens, tiles.columns, out / total[:, None])
+        tiles.store(refs, "out", tokens, out / total[:, None])
         tiles.kernels.store_vector(refs["new_log_sum"], tokens, time, largest + jnp.log(total))
 
+    shape = (batch, time, dv) if heads is None else (batch // heads, time, heads, dv)
     outputs = dict(
-        out=jax.ShapeDtypeStruct((batch, time, dv), q.dtype),
+        out=jax.ShapeDtypeStruct(shape, given[0].dtype),
         log_sum=jax.ShapeDtypeStruct((batch, time), tiles.sums),
     )
-    results = tiles.call(kernel, heads, outputs)
-    return results["out"].reshape(*leading, time, dv), results["log_sum"].reshape(*leading, time)
+    results = tiles.call(kernel, arrays, outputs)
+    log_sum = results["log_sum"].reshape(*leading, time)
+    if heads is None:
+        return results["out"].reshape(*leading, time, dv), log_sum
+    return results["out"].reshape(*leading[:-1], time, heads * dv), log_sum
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, starts: Array | None, log_sum: Array, out: Array, out_bar: Array
-) -> tuple[Array, Array, Array]:
+    heads: int | None, given: Given, starts: Array | None, log_sum: Array, out: Array, out_bar: Array
+) -> Given:
     """From the outputs' cotangents to those of q, k and v: a sum over the past for q, over the future for k and v."""
-    leading, heads = _heads(q, k, v, starts)
-    batch, time, d, dv = *heads["q"].shape, v.shape[-1]
-    tiles = _Tiles(heads)
+    leading, arrays = _by_head(heads, given, starts)
+    tiles = _Tiles(arrays)
+    batch, time, d, dv = math.prod(leading), tiles.time, tiles.key, tiles.value
     alone = tiles.blocks == 1
     dot = tiles.kernels.dot
 
     def pulled(refs: dict[str, Any], seeing: Array, q: Array, k: Array, v: Array, seen: Array):
         """The weights p, their logits' cotangent, and the outputs' cotangent."""
-        bar = tiles.load(refs["bar"], seeing, tiles.columns)
+        bar = tiles.load(refs, "bar", seeing)
         log_sum = tiles.kernels.load_vector(refs["log_sum"], seeing, time)
         p = jnp.exp(tiles.scores(refs, q, seeing, k, seen) - log_sum[:, None])
         p_bar = dot(bar, v, (1, 1))
@@ -219,7 +284,7 @@ def _gradients(
 
     def kernel_of_keys(refs: dict[str, Any], block: Any) -> None:
         seen = tiles.tokens(block)
-        k, v = tiles.load(refs["k"], seen, tiles.rows), tiles.load(refs["v"], seen, tiles.columns)
+        k, v = tiles.load(refs, "k", seen), tiles.load(refs, "v", seen)
 
         def visit(other: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             k_bar, v_bar = carry
@@ -227,12 +292,12 @@ def _gradients(
             q = tiles.queries(refs, seeing)
             p, s_bar, bar = pulled(refs, seeing, q, k, v, seen)
             if alone:
-                tiles.store(refs["new_q"], seeing, tiles.rows, dot(s_bar, k) * (1 / math.sqrt(d)))
+                tiles.store(refs, "q", seeing, dot(s_bar, k) * (1 / math.sqrt(d)))
             return k_bar + dot(s_bar, q, (0, 0)), v_bar + dot(p, bar, (0, 0))
 
         k_bar, v_bar = tiles.over(block, tiles.blocks, visit, (tiles.zeros(*k.shape), tiles.zeros(*v.shape)))
-        tiles.store(refs["new_k"], seen, tiles.rows, k_bar)
-        tiles.store(refs["new_v"], seen, tiles.columns, v_bar)
+        tiles.store(refs, "k", seen, k_bar)
+        tiles.store(refs, "v", seen, v_bar)
 
     def kernel_of_queries(refs: dict[str, Any], block: Any) -> None:
         seeing = tiles.tokens(block)
@@ -240,65 +305,81 @@ def _gradients(
 
         def visit(other: Any, q_bar: Array) -> Array:
             seen = tiles.tokens(other)
-            k, v = tiles.load(refs["k"], seen, tiles.rows), tiles.load(refs["v"], seen, tiles.columns)
+            k, v = tiles.load(refs, "k", seen), tiles.load(refs, "v", seen)
             return q_bar + dot(pulled(refs, seeing, q, k, v, seen)[1], k)
 
         q_bar = tiles.over(0, block + 1, visit, tiles.zeros(*q.shape))
-        tiles.store(refs["new_q"], seeing, tiles.rows, q_bar * (1 / math.sqrt(d)))
+        tiles.store(refs, "q", seeing, q_bar * (1 / math.sqrt(d)))
 
-    inputs = heads | dict(bar=out_bar.reshape(batch, time, dv), log_sum=log_sum.reshape(batch, time))
+    shape = (batch, time, dv) if heads is None else (batch // heads, time, heads, dv)
+    inputs = arrays | dict(bar=out_bar.reshape(shape), log_sum=log_sum.reshape(batch, time))
     if not alone:
-        inputs |= dict(offset=jnp.sum((out_bar * out).astype(tiles.sums), -1).reshape(batch, time))
-    outputs = {name: jax.ShapeDtypeStruct(heads[name].shape, q.dtype) for name in "qkv"}
+        offset = jnp.sum((out_bar * out).astype(tiles.sums).reshape(shape), -1)
+        inputs |= dict(offset=offset if heads is None else jnp.swapaxes(offset, 1, 2).reshape(batch, time))
+    names = ("qkv",) if tiles.joined else tuple("qkv")
+    outputs = {name: jax.ShapeDtypeStruct(arrays[name].shape, given[0].dtype) for name in names}
     if alone:
         results = tiles.call(kernel_of_keys, inputs, outputs)
+    elif tiles.joined:  # one array, to which both kernels contribute
+        begun = tiles.call(kernel_of_keys, inputs, outputs)["qkv"]
+        results = tiles.call(kernel_of_queries, inputs | dict(begun=begun), outputs, begun="qkv")
     else:
         results = tiles.call(kernel_of_keys, inputs, {name: outputs[name] for name in "kv"})
         results |= tiles.call(kernel_of_queries, inputs, {"q": outputs["q"]})
-    q_bar, k_bar, v_bar = (results[name].reshape(*leading, *results[name].shape[1:]) for name in "qkv")
-    return q_bar, k_bar, v_bar
+    if tiles.joined:
+        return (results["qkv"].reshape(given[0].shape),)
+    return tuple(results[name].reshape(*leading, *results[name].shape[1:]) for name in names)
 
 
-def _fused_forward(q: Array, k: Array, v: Array, starts: Array | None = None):
-    out, log_sum = remembering(q, k, v, starts)
-    return out, (q, k, v, starts, log_sum, out)
+def _fused(heads: int | None, given: Given, starts: Array | None = None) -> Array:
+    return remembering(heads, given, starts)[0]
+
+
+def _fused_forward(heads: int | None, given: Given, starts: Array | None = None):
+    out, log_sum = remembering(heads, given, starts)
+    return out, (given, starts, log_sum, out)
+
+
+def _fused_backward(heads: int | None, saved, out_bar: Array):
+    given, starts, log_sum, out = saved
+    return gradients_of(heads, given, starts, log_sum, out, out_bar), None
 
 
 # Second derivatives are left to XLA, with respect to the inputs and not by way of what was saved of them.
 
 
-def _pull(
-    q: Array, k: Array, v: Array, starts: Array | None, out_bar: Array
-) -> tuple[Array, Array, Array, None]:
-    pull = jax.vjp(lambda q, k, v: plain_softmax(q, k, v, starts), q, k, v)[1]
-    return *pull(out_bar), None
+def _pull(heads: int | None, given: Given, starts: Array | None, out_bar: Array) -> Given:
+    return jax.vjp(lambda given: _plainly(heads, given, starts), given)[1](out_bar)[0]
 
 
-def _gradients_backward(saved, bars):
-    q, k, v, starts, log_sum, out, out_bar = saved
-    twice = jax.vjp(lambda q, k, v, bar: _pull(q, k, v, starts, bar)[:3], q, k, v, out_bar)[1]
-    q_bar, k_bar, v_bar, out_bar_bar = twice(bars)
-    return q_bar, k_bar, v_bar, None, jnp.zeros_like(log_sum), jnp.zeros_like(out), out_bar_bar
+def _gradients_forward(heads: int | None, *rest):
+    return _gradients(heads, *rest), rest
 
 
-def _remembering_forward(q: Array, k: Array, v: Array, starts: Array | None = None):
-    return _remembering(q, k, v, starts), (q, k, v, starts)
+def _gradients_backward(heads: int | None, saved, bars):
+    given, starts, log_sum, out, out_bar = saved
+    twice = jax.vjp(lambda given, bar: _pull(heads, given, starts, bar), given, out_bar)[1]
+    given_bar, out_bar_bar = twice(bars)
+    return given_bar, None, jnp.zeros_like(log_sum), jnp.zeros_like(out), out_bar_bar
 
 
-def _remembering_backward(saved, bars):
-    q, k, v, starts = saved
-    return _pull(q, k, v, starts, bars[0])
+def _remembering_forward(heads: int | None, given: Given, starts: Array | None = None):
+    return _remembering(heads, given, starts), (given, starts)
 
 
-def _gradients_forward(*given):
-    return _gradients(*given), given
+def _remembering_backward(heads: int | None, saved, bars):
+    given, starts = saved
+    return _pull(heads, given, starts, bars[0]), None
 
 
-def _fused_backward(saved, out_bar: Array):
-    q, k, v, starts, log_sum, out = saved
-    return *gradients_of(q, k, v, starts, log_sum, out, out_bar), None
+remembering = with_closed_form(_remembering, _remembering_forward, _remembering_backward, static=(0,))
+gradients_of = with_closed_form(_gradients, _gradients_forward, _gradients_backward, static=(0,))
+fused = with_closed_form(_fused, _fused_forward, _fused_backward, static=(0,))
 
 
-remembering = with_closed_form(_remembering, _remembering_forward, _remembering_backward)
-gradients_of = with_closed_form(_gradients, _gradients_forward, _gradients_backward)
-fused_softmax = with_closed_form(_fused, _fused_forward, _fused_backward)
+def fused_softmax(q: Array, k: Array, v: Array, starts: Array | None = None) -> Array:
+    return fused(None, (q, k, v), starts)
+
+
+def fused_softmax_joined(heads: int, joined: Array, starts: Array | None = None) -> Array:
+    return fused(heads, (joined,), starts)
