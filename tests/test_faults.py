@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -186,9 +185,17 @@ def test_two_processes_start_one_run(tmp_path):
     )
 
 
-def limited(bytes_per_file):
-    """For a process: no file may grow beyond this. (What a full disk looks like, and no mount is needed.)"""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, bytes_per_file))
+def limited(bytes_per_file, command):
+    """The command in a process in which no file may grow beyond this. (What a full disk looks like, without a mount.)
+
+    Not by `preexec_fn`, which forks this process: JAX has threads, and warns.
+    """
+    code = (
+        "import os, resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_per_file}, {bytes_per_file})); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-c", code, *map(str, command)]
 
 
 @pytest.mark.faults
@@ -198,8 +205,8 @@ def test_a_sweep_on_a_full_disk(tmp_path):
     path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "1500"))
     options = (path, "--runs", tmp_path / "runs", "--executor", "local:2", "--save-seconds", "0")
     stuck = subprocess.run(
-        command(*options, "--retries", "1"),
-        capture_output=True, text=True, env=ENVIRONMENT, preexec_fn=limited(2048), check=False,
+        limited(2048, command(*options, "--retries", "1")),
+        capture_output=True, text=True, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert stuck.returncode == 1, stuck.stdout + stuck.stderr
     assert "could not write" in stuck.stdout
@@ -218,14 +225,13 @@ def test_preparing_a_corpus_on_a_full_disk(tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"text": f"some words and {i}"}) + "\n" for i in range(2000)))
 
-    def prepare(where, **options):
+    def prepare(where, limit=None):
         words = ["lm", "prepare", data, "--bpe", "300", "--out", where, "--shard-tokens", "4000"]
-        return subprocess.run(
-            [sys.executable, "-m", "mesascope.cli", *map(str, words)],
-            capture_output=True, text=True, env=ENVIRONMENT, check=False, **options,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "mesascope.cli", *map(str, words)]
+        command = command if limit is None else limited(limit, command)
+        return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
 
-    stuck = prepare(tmp_path / "a", preexec_fn=limited(8192))
+    stuck = prepare(tmp_path / "a", limit=8192)
     assert stuck.returncode == 1
     assert "could not write" in stuck.stderr
     assert "Traceback" not in stuck.stderr
