@@ -95,9 +95,11 @@ def test_at_most_four_times_the_classical_error(time, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("time", "width"), [(63, 64), (100, 64), (1024, 64), (100, 128), (1024, 128)])
-def test_the_same_on_a_gpu(time, width):
+@pytest.mark.parametrize("six", [False, True], ids=["three TF32", "six bfloat16"])
+@pytest.mark.parametrize(("time", "width"), [(63, 64), (1024, 64), (100, 128), (1024, 128)])
+def test_the_same_on_a_gpu(time, width, six, monkeypatch):
     assert jax.default_backend() == "gpu"
+    monkeypatch.setattr(kernels, "SIX", six)
     for kind, lam in CELLS:
         assert_within_bound(kind, lam, time, width, FUSED)
 
@@ -108,6 +110,27 @@ def test_the_same_on_a_gpu(time, width):
 def test_compiled_kernels_equal_the_definition(time, width, features):
     assert jax.default_backend() == "gpu"
     assert_equal_to_the_definition(time, width, features)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jax asks the GPU what it is")
+@pytest.mark.parametrize(("width", "six"), [(64, False), (100, True)])
+def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
+    """No operation in them is unknown to the compiler of kernels, for which there need not be a GPU."""
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "SIX", six)
+    array, beta = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 100, width), (2, 100)))
+
+    @jax.jit
+    def outcome(q, k, v, g, beta):
+        def op(q, k, v, beta):
+            out, state = mesa_attention(q, k, v, 1.0, beta=beta, method="pallas", return_state=True)
+            return out, state.weights
+
+        results, pull = jax.vjp(op, q, k, v, beta)
+        return pull((g, results[1]))
+
+    lowered = outcome.trace(*[array] * 4, beta).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("xla.gpu.triton") == 9
 
 
 def test_three_thirds_of_a_number():

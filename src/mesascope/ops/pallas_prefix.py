@@ -34,6 +34,7 @@ from mesascope.ops.kernels import (
     call_by_block,
     dot,
     indices,
+    interpreted,
     load,
     load_vector,
     loop,
@@ -358,17 +359,22 @@ def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
 def _add_later(shape: _Shape, refs: Refs, chunk: Any) -> None:
     """What κ and ν owe to later chunks, with the sums W and P over those."""
     tokens = _tokens(chunk)
-    gram, moment = (_whole(refs[name], chunk) for name in ("gram", "moment"))
+    moment = partial(_whole, refs["moment"], chunk)
     k = shape.keys(refs["k"], tokens)
-    _keep(refs["new_nu"], chunk, _whole(refs["nu"], chunk) + dot(k, moment))
-    kappa = _whole(refs["kappa"], chunk) - dot(k, gram)
-    _keep(refs["new_kappa"], chunk, kappa + dot(shape.values(refs["v"], tokens), moment, (1, 1)))
+    _keep(refs["new_nu"], chunk, _whole(refs["nu"], chunk) + dot(k, moment()))
+    kappa = _whole(refs["kappa"], chunk) - dot(k, _whole(refs["gram"], chunk))
+    barrier()
+    _keep(refs["new_kappa"], chunk, kappa + dot(shape.values(refs["v"], tokens), moment(), (1, 1)))
 
 
 def applies(seq: Sequence) -> bool:
-    """Nothing forgets, restarts or goes on with an earlier state; and a tile of keys fills several warps."""
+    """Nothing forgets, restarts or goes on with an earlier state; and a tile of keys fills several warps.
+
+    (Interpreted, a kernel has float64 only where the user has enabled it.)
+    """
     plain = seq.log_decay is None and seq.runs is None and seq.factor is None
-    return plain and _shape(seq).key_tile >= 32
+    has_float64 = not interpreted() or jnp.result_type(float) == jnp.float64
+    return plain and has_float64 and _shape(seq).key_tile >= 32
 
 
 def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
