@@ -22,6 +22,11 @@ def interpreted() -> bool:
     return jax.default_backend() != "gpu"
 
 
+def has_float64() -> bool:
+    """Whether a kernel has it: interpreted, only where the user has enabled it."""
+    return not interpreted() or jnp.result_type(float) == jnp.float64
+
+
 def padded(width: int) -> int:
     """Tiles have powers of two on their sides, and matrix products want 16."""
     return max(16, 1 << (width - 1).bit_length())

@@ -33,8 +33,8 @@ from mesascope.ops.kernels import (
     barrier,
     call_by_block,
     dot,
+    has_float64,
     indices,
-    interpreted,
     load,
     load_vector,
     loop,
@@ -368,13 +368,9 @@ def _add_later(shape: _Shape, refs: Refs, chunk: Any) -> None:
 
 
 def applies(seq: Sequence) -> bool:
-    """Nothing forgets, restarts or goes on with an earlier state; and a tile of keys fills several warps.
-
-    (Interpreted, a kernel has float64 only where the user has enabled it.)
-    """
+    """Nothing forgets, restarts or goes on with an earlier state; and a tile of keys fills several warps."""
     plain = seq.log_decay is None and seq.runs is None and seq.factor is None
-    has_float64 = not interpreted() or jnp.result_type(float) == jnp.float64
-    return plain and has_float64 and _shape(seq).key_tile >= 32
+    return plain and has_float64() and _shape(seq).key_tile >= 32
 
 
 def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
