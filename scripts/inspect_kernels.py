@@ -3,7 +3,7 @@
 pip install jax-cuda13-pjrt triton                   # for `static`: XLA's compiler for GPUs; triton has the tools
 python scripts/inspect_kernels.py static
 python scripts/inspect_kernels.py static --shape 128 2048 128 --warps 4 8
-python scripts/inspect_kernels.py time               # on a GPU: each kernel alone, mean of twenty runs
+python scripts/inspect_kernels.py time               # on a GPU: each kernel alone, then all; mean of twenty runs
 
 `static` has XLA compile forward and backward for a device that is only described, and reads what it hands to the
 assembler: registers per thread, bytes of stack (what registers did not hold), instructions by kind; and the memory of
@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mesascope.bench import sequences
 from mesascope.ops import kernels, pallas, pallas_prefix
@@ -129,7 +130,7 @@ def called(
     """In place of `call_by_block`."""
     if given.warps and settings["warps"] > 1:
         settings["warps"] = given.warps
-    if given.what == "time":
+    if given.what == "time" and not any(isinstance(a, Tracer) for a in inputs.values()):
         name = (kernel.func if isinstance(kernel, partial) else kernel).__name__
         alone = settings | dict(in_place=None)
         run = jax.jit(lambda inputs: call(kernel, inputs, outputs, **alone))
@@ -160,11 +161,13 @@ def main() -> None:
     kernels.call_by_block = pallas_prefix.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
 
-    def both(q: Any, k: Any, v: Any, g: Any) -> Any:
+    def forward(q: Any, k: Any, v: Any, _: Any) -> Any:
         beta = jnp.ones((batch, time_steps), q.dtype) if given.beta else None
-        lam = jnp.ones((batch, width), q.dtype)
-        seq = Sequence(q, k, v, lam, None, beta, None, None, None)
-        out, pull = jax.vjp(lambda seq: pallas.fused(pallas.plan(seq, False), seq)[0], seq)
+        seq = Sequence(q, k, v, jnp.ones((batch, width), q.dtype), None, beta, None, None, None)
+        return pallas.fused(pallas.plan(seq, False), seq)[0]
+
+    def both(q: Any, k: Any, v: Any, g: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, g), q, k, v)
         return out, pull(g)
 
     print(f"(batch·heads, time, width) = {tuple(given.shape)}\n")
@@ -172,7 +175,13 @@ def main() -> None:
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
     for pallas.PREFIX in (False, True):
         if given.what == "time":
-            both(*(jnp.asarray(a) for a in sequences(*given.shape)))
+            arrays = [jnp.asarray(a) for a in sequences(*given.shape)]
+            both(*arrays)
+            for name, function in (("forward", forward), ("forward + backward", both)):
+                run = jax.jit(partial(function))  # each time another function: traced again
+                print(
+                    f"| all, {name} | | {milliseconds(lambda a, run=run: run(*a), arrays):.3f} |", flush=True
+                )
             continue
         struct = jax.ShapeDtypeStruct(tuple(given.shape), jnp.float32, sharding=described_device())
         lowered = jax.jit(partial(both)).trace(*[struct] * 4).lower(lowering_platforms=("cuda",))

@@ -47,6 +47,7 @@ from mesascope.ops.sequence import Sequence
 
 _CHUNK = 64
 _TILE = 16
+_COLUMNS = 64  # of an output that one program computes, where they do not depend on each other
 
 Refs = dict[str, Any]
 
@@ -67,6 +68,10 @@ class _Shape(NamedTuple):
     @property
     def value_tile(self) -> int:
         return padded(self.value)
+
+    @property
+    def widest(self) -> int:
+        return max(self.key_tile, self.value_tile)
 
     @property
     def chunks(self) -> int:
@@ -105,19 +110,40 @@ def _keep(ref: Any, chunk: Any, value: Array) -> None:
     store(ref, indices(ref.shape[-2]), indices(ref.shape[-1]), None, value, number=chunk)
 
 
-def _sums(shape: _Shape, refs: Refs, chunk: Any) -> None:
-    """What a chunk adds to H and Sᵀ. By half chunks: registers are few."""
-    gram = jnp.zeros((shape.key_tile, shape.key_tile), jnp.float64)
-    moment = jnp.zeros((shape.key_tile, shape.value_tile), shape.dtype)
+def _programs(tile: int) -> int:
+    """By how many programs the columns of a chunk are shared."""
+    return max(1, tile // _COLUMNS)
+
+
+def _share(tile: int, block: Any) -> tuple[Any, Array]:
+    """A program's chunk, and its columns."""
+    count, width = np.int32(_programs(tile)), min(tile, _COLUMNS)
+    if count == 1:
+        return block, indices(width)
+    return lax.div(block, count), lax.rem(block, count) * width + indices(width)
+
+
+def _inside(ref: Any, tile: int) -> tuple[int, int] | None:
+    """The shape of an array where the columns of a share may lie beyond it."""
+    return None if ref.shape[-1] == tile else ref.shape[-2:]
+
+
+def _sums(shape: _Shape, refs: Refs, block: Any) -> None:
+    """What a chunk adds to some columns of H and Sᵀ. By half chunks: registers are few."""
+    chunk, columns = _share(shape.widest, block)
+    gram = jnp.zeros((shape.key_tile, len(columns)), jnp.float64)
+    moment = jnp.zeros((shape.key_tile, len(columns)), shape.dtype)
     for half in range(2):
         tokens = chunk * _CHUNK + half * _CHUNK // 2 + indices(_CHUNK // 2)
         k, beta = shape.keys(refs["k"], tokens), _weights(shape, refs, tokens)
         beta = None if beta is None else beta[:, None]
-        wide = k.astype(jnp.float64)
-        gram = gram + dot(wide, _times(beta, wide), (0, 0))
-        moment = moment + dot(k, _times(beta, shape.values(refs["v"], tokens)), (0, 0))
-    _keep(refs["new_gram"], chunk, gram)
-    _keep(refs["new_moment"], chunk, moment)
+        part = load(refs["k"], tokens, columns, (shape.time, shape.key)).astype(jnp.float64)
+        v = load(refs["v"], tokens, columns, (shape.time, shape.value))
+        gram = gram + dot(k.astype(jnp.float64), _times(beta, part), (0, 0))
+        moment = moment + dot(k, _times(beta, v), (0, 0))
+    rows = indices(shape.key_tile)
+    for ref, value in ((refs["new_gram"], gram), (refs["new_moment"], moment)):
+        store(ref, rows, columns, _inside(ref, shape.widest), value, number=chunk)
 
 
 def _accumulate(shape: _Shape, backwards: bool, refs: Refs, piece: Any) -> None:
@@ -284,9 +310,12 @@ def _factor_chunks(shape: _Shape, refs: Refs, chunk: Any) -> None:
     _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), jnp.float64), beta)
 
 
-def _whiten(shape: _Shape, refs: Refs, chunk: Any) -> None:
-    k = shape.keys(refs["k"], _tokens(chunk))
-    _keep(refs["new_white"], chunk, dot(k, _whole(refs["root"], chunk), (1, 1)))
+def _whiten(shape: _Shape, refs: Refs, block: Any) -> None:
+    """Some columns of K̃."""
+    chunk, columns = _share(shape.key_tile, block)
+    root = load(refs["root"], columns, indices(shape.key_tile), number=chunk)
+    white = dot(shape.keys(refs["k"], _tokens(chunk)), root, (1, 1))
+    store(refs["new_white"], indices(_CHUNK), columns, None, white, number=chunk)
 
 
 def _causal() -> Array:
@@ -356,15 +385,25 @@ def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
     _keep(refs["new_gram"], chunk, gram + gram.T)
 
 
-def _add_later(shape: _Shape, refs: Refs, chunk: Any) -> None:
-    """What κ and ν owe to later chunks, with the sums W and P over those."""
-    tokens = _tokens(chunk)
-    moment = partial(_whole, refs["moment"], chunk)
+def _add_later(shape: _Shape, refs: Refs, block: Any) -> None:
+    """What some columns of κ and ν owe to later chunks, with the sums W and P over those."""
+    chunk, columns = _share(shape.widest, block)
+    tokens, lines, rows = _tokens(chunk), indices(_CHUNK), indices(shape.key_tile)
+
+    def part(name: str, rows: Array) -> Array:
+        return load(refs[name], rows, columns, _inside(refs[name], shape.widest), number=chunk)
+
+    def keep(name: str, value: Array) -> None:
+        ref = refs["new_" + name]
+        store(ref, lines, columns, _inside(ref, shape.widest), value, number=chunk)
+
     k = shape.keys(refs["k"], tokens)
-    _keep(refs["new_nu"], chunk, _whole(refs["nu"], chunk) + dot(k, moment()))
-    kappa = _whole(refs["kappa"], chunk) - dot(k, _whole(refs["gram"], chunk))
+    keep("nu", part("nu", lines) + dot(k, part("moment", rows)))
+    kappa = part("kappa", lines) - dot(k, part("gram", rows))
     barrier()
-    _keep(refs["new_kappa"], chunk, kappa + dot(shape.values(refs["v"], tokens), moment(), (1, 1)))
+    inside = None if shape.key_tile == shape.widest else refs["moment"].shape[-2:]
+    moment = load(refs["moment"], columns, indices(shape.value_tile), inside, number=chunk)
+    keep("kappa", kappa + dot(shape.values(refs["v"], tokens), moment, (1, 1)))
 
 
 def applies(seq: Sequence) -> bool:
@@ -391,7 +430,7 @@ def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
             _sums,
             dict(k=seq.keys, v=seq.values, beta=seq.beta),
             dict(gram=empty(count, key, key, dtype=jnp.float64), moment=empty(count, key, value)),
-            blocks=count,
+            blocks=count * _programs(shape.widest),
         )
         gram, moment = run(
             _before,
@@ -409,7 +448,10 @@ def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
         )
         root = roots["inverse"]
         white = run(
-            _whiten, dict(k=seq.keys, root=root), dict(white=empty(count, _CHUNK, key)), blocks=count
+            _whiten,
+            dict(k=seq.keys, root=root),
+            dict(white=empty(count, _CHUNK, key)),
+            blocks=count * _programs(key),
         )["white"]
         factors = run(_factor_chunks, dict(white=white, beta=seq.beta), pair(count, _CHUNK), blocks=count)
     kept = dict(root=root, inverse=factors["inverse"])
@@ -483,7 +525,7 @@ def backward(
             moment=later["moment"],
         ),
         dict(kappa=timed, nu=wide),
-        blocks=shape.chunks,
+        blocks=shape.chunks * _programs(shape.widest),
         in_place=dict(kappa="kappa", nu="nu"),
     )
 
