@@ -2,7 +2,7 @@
 
 pip install jax-cuda13-pjrt triton                   # for `static`: XLA's compiler for GPUs; triton has the tools
 python scripts/inspect_kernels.py static
-python scripts/inspect_kernels.py static --shape 128 2048 128 --warps 4 8
+python scripts/inspect_kernels.py static --shape 128 2048 128 --warps 8
 python scripts/inspect_kernels.py time               # on a GPU: each kernel alone, then all; mean of twenty runs
 
 `static` has XLA compile forward and backward for a device that is only described, and reads what it hands to the

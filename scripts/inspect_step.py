@@ -1,5 +1,7 @@
 """What a training step compiles to for an H200, without one: its kernels, and the bytes that they read and write.
 
+An estimate: loops within a step count once, and arrays of which a kernel reads a part count whole.
+
 pip install jax-cuda13-pjrt triton
 python scripts/inspect_step.py softmax-7 --variant as_written
 python scripts/inspect_step.py softmax-7 --variant as_written --in-place     # see `ops.softmax.IN_PLACE`

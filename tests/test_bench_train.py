@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mesascope.bench_train import against_torch, host_share, step_milliseconds
-from mesascope.flops import flops_per_step
+from mesascope.bench_train import against_torch, flops_per_step, host_share, step_milliseconds
 from mesascope.presets import preset
 from tests.test_training import tiny
 

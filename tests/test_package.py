@@ -24,7 +24,6 @@ LAYERS = [
     "parts",
     "models",
     "training",
-    "flops",
     "language",
     "theory",
     "analysis",

@@ -79,7 +79,11 @@ def list_experiments(console: Console | None = None) -> None:
         table.add_row(experiment.id, experiment.shows, *("" if m is None else f"{m:g}" for m in minutes))
     if (everything := experiments.minutes().get("all")) is not None:
         table.add_section()
-        table.add_row("", "all of them", *(f"{everything[s]:g}" if s in everything else "" for s in measured))
+        table.add_row(
+            "",
+            "all of these, in one process",
+            *(f"{everything[s]:g}" if s in everything else "" for s in measured),
+        )
     (console or Console()).print(table)
 
 

@@ -5,19 +5,22 @@ import io
 import json
 import time
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
 from mesascope import experiments, released
+from mesascope.experiments import lab, results
 from mesascope.experiments import reproduce as machinery
-from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError
 from mesascope.experiments.panels import Curves, Line, Maps, blend, draw
 from mesascope.experiments.results import Named, Result
+from mesascope.presets import preset
 from mesascope.store import StoreError, read_metadata
+from mesascope.training import WarmupCosine
 
 SMOKE = SCALES["smoke"]
 
@@ -177,6 +180,70 @@ def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, conso
     assert machinery.against_committed([outcome]) == ["own-1: holds, committed is: fails."]
     (tmp_path / "results" / "claims.json").unlink()
     assert machinery.against_committed([outcome]) is None
+
+
+@pytest.mark.parametrize("name", ["linear-1", "linear-6", "partial-softmax-7", "sensitivity-hybrid-mesa"])
+def test_quick_training_keeps_to_its_budget(name, monkeypatch):
+    scale, whole = SCALES["quick"], preset(name).train
+    config = Lab(scale).config(name)
+    train = config.train
+    part = train.steps / whole.steps
+    assert part <= scale.steps
+    assert train.steps * lab._gflop_per_step(config) <= 1.01 * scale.gflop
+    rate, before = train.optimizer.rate, whole.optimizer.rate
+    if isinstance(before, WarmupCosine):
+        assert rate.warmup == max(1, round(part * before.warmup))
+        assert rate.end == max(rate.warmup + 1, round(part * before.end))
+    else:
+        assert rate == before
+    assert train.steps / lab.EVALUATIONS / 2 <= train.eval_every <= max(2, train.steps / lab.EVALUATIONS)
+    assert (train.keep_every is None) == (whole.keep_every is None)
+    assert Lab(SCALES["paper"]).config(name) == preset(name)
+    # A run's name must not depend on the machine.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    lab._at_scale.cache_clear()
+    assert Lab(scale).config(name) == config
+
+
+def test_a_limit_that_a_scale_does_not_set_changes_no_result():
+    made = {"scale": dataclasses.asdict(SCALES["paper"]), "inputs": {}}
+    del made["scale"]["gflop"]
+    assert Lab(SCALES["paper"]).still_holds(made)
+    assert not Lab(SCALES["quick"]).still_holds(made)
+
+
+def test_claims_fit_a_terminal_and_say_what_they_miss():
+    def check(what, *values):
+        return Check(what=what, values=np.array(values), at_most=1.0)
+
+    def claim(name, *checks):
+        common = dict(
+            figure="fig4", panel="A", claim="something that takes many words to say", source="Fig. 4"
+        )
+        return Claim(id=name, checks=checks, authors=0.5, **common).to_dict(trained=True)
+
+    claims = [
+        claim("holds-1", check("a", 0.5, 0.6, 0.7, 0.8, 1.1)),
+        claim("fails-mean", check("b", 2.0, 3.0), check("c", 0.5, 0.6)),
+        claim("fails-seeds", check("d", 0.0, 0.0, 0.0, 1.1, 1.2), check("e", 0.5, 0.5, 0.5, 0.5, 1.5)),
+        claim("fails-together", check("f", 2.0, 0, 0, 0, 0), check("g", 0, 2.0, 0, 0, 0)),
+        claim("fails-nan", check("h", np.nan)),
+    ]
+    console = Console(record=True, width=80, file=io.StringIO())
+    machinery.print_claims(claims, console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    below = " ".join(text[text.rindex("fails-mean") :].split())
+    for line in (
+        "fails-mean b: 2.5, expected ≤ 1 (met by 0 of 2 seeds)",
+        "fails-seeds d: 0.46, expected ≤ 1 (met by 3 of 5 seeds)",
+        "fails-together f: 0.4, expected ≤ 1 (met by 4 of 5 seeds)",
+        "fails-together g: 0.4, expected ≤ 1 (met by 4 of 5 seeds)",
+        "fails-nan h: not a number, expected ≤ 1",
+    ):
+        assert line in below
+    assert " c: " not in below
+    assert " e: " not in below
 
 
 def test_one_seed_is_computed_again_and_the_others_are_stored():

@@ -142,4 +142,4 @@ def test_three_thirds_of_a_number():
     high, middle, low = (np.asarray(x, np.float64) for x in thirds)
     np.testing.assert_array_equal(high + middle + low, a.astype(np.float64))
     left_out = 2 * np.abs(middle * low) + low**2
-    assert np.max(left_out / np.square(a, dtype=np.float64)) <= 2**-22.9
+    assert np.max(left_out / np.square(a, dtype=np.float64)) <= 2**-23

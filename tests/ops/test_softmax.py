@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesascope.models import Block, FeedForward, ModelConfig, Positions, Transformer
+from mesascope.ops import softmax
 from mesascope.ops.softmax import (
     causal_softmax,
     causal_softmax_joined,
@@ -123,7 +125,7 @@ def test_joined_is_head_by_head(time, heads, width, documents, op):
     joined = jax.random.normal(keys[0], (2, time, 3 * heads * width), jnp.float64)
     g = jax.random.normal(keys[1], (2, time, heads * width), jnp.float64)
     starts = documents_of(2, time) if documents else None
-    out, pull = jax.vjp(jax.jit(lambda a: op(heads, a, starts)), joined)
+    out, pull = jax.vjp(jax.jit(lambda a: op(a, heads, starts)), joined)
     expected, alone = jax.vjp(lambda a: by_head(a, heads, starts), joined)
     assert_close(out, expected)
     assert_close(pull(g)[0], alone(g)[0])
@@ -134,7 +136,7 @@ def test_joined_is_head_by_head(time, heads, width, documents, op):
             return jax.jit(jax.grad(lambda a: jnp.sum(jnp.cos(slope(a)))))(joined)
 
         assert_close(
-            curvature(lambda a: op(heads, a, starts)), curvature(lambda a: by_head(a, heads, starts))
+            curvature(lambda a: op(a, heads, starts)), curvature(lambda a: by_head(a, heads, starts))
         )
 
 
@@ -145,10 +147,30 @@ def test_joined_without_kernels(documents):
     assert_close(causal_softmax_joined(joined, 2, starts), by_head(joined, 2, starts))
 
 
+def test_a_model_whose_kernels_read_in_place(monkeypatch):
+    """The same predictions and gradients, of layers with and without positions beside their keys."""
+    blocks = (Block(heads=2, key_dim=4), Block(heads=2, key_dim=4, mlp=FeedForward(hidden=8)))
+    config = ModelConfig(
+        token_dim=3, output_dim=3, model_dim=8, positions=Positions(at="keys", dim=4), blocks=blocks
+    )
+    model, tokens = (
+        Transformer(config, key=jax.random.key(0)),
+        jax.random.normal(jax.random.key(1), (2, 70, 3), jnp.float32),
+    )
+    outcome = jax.value_and_grad(lambda model: jnp.sum(jnp.sin(model(tokens))))
+    expected = outcome(model)
+    monkeypatch.setattr(softmax, "has_kernels", lambda: True)
+    monkeypatch.setattr(softmax, "IN_PLACE", True)
+    assert "pallas_call" in str(jax.make_jaxpr(model)(tokens))
+    ours = jax.jit(outcome)(model)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, scale=5)
+
+
 @pytest.mark.parametrize("time", [20, 70])
 def test_joined_under_vmap(time):
     joined = jax.random.normal(jax.random.key(0), (3, 2, time, 3 * 2 * 4))
-    slope = jax.jit(jax.vmap(jax.grad(lambda a: jnp.sum(fused_softmax_joined(2, a) ** 2))))
+    slope = jax.jit(jax.vmap(jax.grad(lambda a: jnp.sum(fused_softmax_joined(a, 2) ** 2))))
     assert_close(slope(joined), jax.grad(lambda a: jnp.sum(by_head(a, 2) ** 2))(joined))
 
 
@@ -160,7 +182,7 @@ def test_the_compiled_joined_kernel_is_exact(time, heads, width, documents):
     starts = documents_of(8, time) if documents else None
 
     def outcome(op):
-        return jax.jit(jax.value_and_grad(lambda a: jnp.sum(jnp.sin(op(heads, a, starts)))))(joined)
+        return jax.jit(jax.value_and_grad(lambda a: jnp.sum(jnp.sin(op(a, heads, starts)))))(joined)
 
     assert_close(outcome(fused_softmax_joined), outcome(plain_softmax_joined))
 

@@ -242,7 +242,9 @@ def probe_each(
     key: PRNGKeyArray,
 ) -> dict[str, Probes]:
     """`probe` for several samplers that draw the same sequences and differ in what they look for and which positions
-    count. Activations, which take most of the time, are computed once."""
+    count. Activations, which take most of the time, are computed once; Gram matrices are kept for each."""
+    if not samples:
+        raise ValueError("samples: expected at least one.")
     trained, fresh = unstack(models), unstack(untrained, "untrained")
     if len(fresh) < 2:
         raise ValueError(
@@ -257,7 +259,7 @@ def probe_each(
         drawn = {name: sample(jax.random.fold_in(key, i), sizes[i]) for name, sample in samples.items()}
         (one, first), *others = drawn.items()
         for name, batch in others:
-            if not np.array_equal(batch.tokens, first.tokens):
+            if not np.array_equal(batch.tokens, first.tokens, equal_nan=True):
                 raise ValueError(f"samples: {name!r} draws other sequences than {one!r}.")
         return drawn
 
@@ -296,6 +298,8 @@ class _Ongoing:
         names = ("error", "untrained", "shuffled", "over_untrained", "over_shuffled", "over_input")
         self.tracks = {name: [Running() for _ in paths] for name in names}
         self.on_input, self.on_size = Running(), Running()
+        self.decoders: dict[tuple[int, int], np.ndarray] = {}
+        self.in_sample = np.zeros(())
 
     def _regressors(
         self, batch: Batch, seen: Sequence[Mapping[str, Array]]

@@ -14,6 +14,8 @@ from jaxtyping import Float
 
 from mesascope.analysis.results import student_t
 
+ENOUGH = 0.8
+"""Of the seeds must meet a threshold."""
 Verdict = Literal["holds", "fails", "not testable at this preset"]
 
 
@@ -87,7 +89,7 @@ class Claim:
         seeds = max(len(check.values) for check in self.checks)
         met = np.all([np.broadcast_to(check.meets(check.values), (seeds,)) for check in self.checks], 0)
         mean = all(check.meets(check.mean) for check in self.checks)
-        return "holds" if mean and met.sum() >= math.ceil(0.8 * seeds) else "fails"
+        return "holds" if mean and met.sum() >= math.ceil(ENOUGH * seeds) else "fails"
 
     def to_dict(self, *, trained: bool) -> dict[str, Any]:
         """As `claims.json` has it."""

@@ -13,12 +13,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.console import Console
 
 from mesascope import mirror, released, store
-from mesascope.flops import flops_per_step
 from mesascope.models import Transformer
 from mesascope.presets import Variant, preset
 from mesascope.runs import Run, fit
@@ -47,7 +47,8 @@ class Scale:
     Attributes:
         seeds: models of each kind; None for the presets' five.
         steps: part of the presets' training steps.
-        gflop: of training models of one kind, at most; None for as many as that part of the steps takes.
+        gflop: of training models of one kind, at most; None for as many as it takes. Large models are trained for
+            fewer steps, so that those of one figure may not be comparable.
         batch_size: of training at most; None for the presets'.
         sequences: for losses, attention maps and distances.
         probe_sequences: for probes, half of them to fit.
@@ -89,6 +90,7 @@ SCALES = {
 # What `released` trains before the reader's eyes.
 LIVE = ("interpolation-1",)
 EVALUATIONS = 20
+"""Of models that are trained for fewer steps than their preset says, on the way."""
 
 
 class Trained:
@@ -200,7 +202,7 @@ class Lab:
         self.check_time()
         path = self._tuned_path(name)
         models = dict(self.inputs) if by_seed else {}
-        about = json.dumps({"scale": asdict(self.scale), "by_seed": by_seed, "models": models})
+        about = json.dumps({"scale": _record(self.scale), "by_seed": by_seed, "models": models})
         if path != released.tuned_path(name) and not self._is_about(path, about):
             if self.scale.from_released and by_seed:
                 raise NotReleasedError(f"what was tuned as {name}")
@@ -214,11 +216,11 @@ class Lab:
 
     def about(self) -> dict[str, Any]:
         """What a result depends on: the scale, and all that has been asked for."""
-        return {"scale": asdict(self.scale), "inputs": dict(self.inputs)}
+        return {"scale": _record(self.scale), "inputs": dict(self.inputs)}
 
     def still_holds(self, about: Mapping[str, Any]) -> bool:
         """Whether something was made at this scale, and from what is there now."""
-        scale = json.dumps(asdict(self.scale), sort_keys=True)
+        scale = json.dumps(_record(self.scale), sort_keys=True)
         same = json.dumps(about.get("scale"), sort_keys=True) == scale
         return same and all(self.digest(name) == value for name, value in about.get("inputs", {}).items())
 
@@ -274,7 +276,7 @@ def _at_scale(config: Config, scale: Scale) -> Config:
         changes["seeds"] = scale.seeds
     if scale.batch_size is not None:
         changes["batch_size"] = min(scale.batch_size, config.train.batch_size)
-    if scale.steps < 1:
+    if scale.steps < 1 or scale.gflop is not None:
         changes |= _shortened(with_train(config, **changes), scale)
     if scale.name == "smoke":
         changes |= {"eval_batches": 1, "eval_batch_size": 4, "final_sequences": 4}
@@ -282,11 +284,11 @@ def _at_scale(config: Config, scale: Scale) -> Config:
 
 
 def _shortened(config: Config, scale: Scale) -> dict[str, Any]:
-    """Fewer steps, with the rate's whole schedule in them, and about `EVALUATIONS` looks at held-out sequences."""
+    """Fewer steps, the rate's schedule shortened as much, and fewer evaluations on fewer sequences."""
     train = config.train
     steps = scale.steps * train.steps
     if scale.gflop is not None:
-        steps = min(steps, 1e9 * scale.gflop / flops_per_step(config))
+        steps = min(steps, scale.gflop / _gflop_per_step(config))
     steps = max(6, round(steps))
     part, rate = steps / train.steps, train.optimizer.rate
     if isinstance(rate, WarmupCosine):
@@ -300,6 +302,24 @@ def _shortened(config: Config, scale: Scale) -> dict[str, Any]:
         "keep_every": None if train.keep_every is None else max(2, round(part * train.keep_every)),
         "final_sequences": min(scale.sequences, train.final_sequences),
     }
+
+
+def _gflop_per_step(config: Config) -> float:
+    """Roughly: six for each parameter and token, and for what each token has to do with every other. No matter where:
+    a run's name follows from it."""
+    model, train, length = config.model, config.train, config.task.length
+    shapes = jax.eval_shape(lambda: Transformer(model, key=jax.random.key(0)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    attention = sum(2 * length * block.heads * block.key_dim for block in model.blocks)
+    return 6e-9 * train.seeds * train.batch_size * length * (parameters + attention)
+
+
+def _record(scale: Scale) -> dict[str, Any]:
+    """A scale as results have it, which does not change when it gets a new limit that it does not set."""
+    record = asdict(scale)
+    if scale.gflop is None:
+        del record["gflop"]
+    return record
 
 
 def tuned_folder(runs: str | Path, scale: str) -> mirror.Folder:

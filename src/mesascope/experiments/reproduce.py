@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.table import Table
 from mesascope import experiments, released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
-from mesascope.experiments.claims import differences
+from mesascope.experiments.claims import ENOUGH, differences
 from mesascope.experiments.lab import (
     SCALES,
     Lab,
@@ -281,20 +281,25 @@ def _threshold(number: Mapping[str, Any]) -> str:
     return f"≥ {number['at_least']:g}" if number["at_most"] is None else f"≤ {number['at_most']:g}"
 
 
-def _misses(claim: Mapping[str, Any]) -> Iterator[str]:
-    """Its numbers that do not meet their thresholds, in the mean or for a seed."""
+def _misses(claim: Mapping[str, Any]) -> list[str]:
+    """Numbers that do not meet their thresholds: in the mean or for too many seeds; if there is none, for any seed."""
 
     def met(number: Mapping[str, Any], value: float | None) -> bool:
         if value is None:
             return False
         return value >= number["at_least"] if number["at_most"] is None else value <= number["at_most"]
 
+    missed, partly = [], []
     for number in claim["checks"]:
         seeds = [met(number, value) for value in number["by_seed"]]
-        if not met(number, number["ours"]) or not all(seeds):
-            value = "not a number" if number["ours"] is None else f"{number['ours']:.4g}"
-            several = f" (met by {sum(seeds)} of {len(seeds)} seeds)" if len(seeds) > 1 else ""
-            yield f"{number['what']}: {value}, expected {_threshold(number)}{several}"
+        value = "not a number" if number["ours"] is None else f"{number['ours']:.4g}"
+        several = f" (met by {sum(seeds)} of {len(seeds)} seeds)" if len(seeds) > 1 else ""
+        line = f"{number['what']}: {value}, expected {_threshold(number)}{several}"
+        if not met(number, number["ours"]) or sum(seeds) < ENOUGH * len(seeds):
+            missed.append(line)
+        elif not all(seeds):
+            partly.append(line)
+    return missed or partly
 
 
 def _outcome(experiment: Experiment, result: Result, scale: Scale) -> Outcome:

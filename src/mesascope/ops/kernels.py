@@ -194,8 +194,8 @@ def call_by_block(
 
     Args:
         in_place: inputs whose memory an output may take over.
-        heads_at: arrays whose entries are not one after the other but have, within each entry of the first axis, an
-            axis of their own: which one. Outputs are meant by their own names too.
+        heads_at: the axis of the heads, for arrays [batch, …, heads, …]; a name means the input and the output that
+            have it. All other arrays have one axis for both.
     """
     given = {name: array for name, array in inputs.items() if array is not None}
 

@@ -328,6 +328,7 @@ def _attend(shape: _Shape, refs: Refs, chunk: Any) -> None:
     tokens = _tokens(chunk)
     white = _whole(refs["white"], chunk)
     phi_t = dot(_whole(refs["root"], chunk), _whole(refs["moment"], chunk))
+    barrier()  # outputs may take the place of what was loaded
     _keep(refs["new_phi_t"], chunk, phi_t)
     surprise = shape.values(refs["v"], tokens) - dot(white, phi_t)
     inverse = _whole(refs["inverse"], chunk)

@@ -47,7 +47,7 @@ def causal_softmax_joined(
     """The same for all heads of a layer, whose queries, keys and values are side by side for each token, as one matrix
     product leaves them."""
     if IN_PLACE and _fits(joined.shape[-1] // (3 * heads), joined.dtype):
-        return fused_softmax_joined(heads, joined, starts)
+        return fused_softmax_joined(joined, heads, starts)
     return _joined(causal_softmax, heads, joined, starts)
 
 
@@ -107,7 +107,7 @@ def _joined(softmax: Any, heads: int, joined: Array, starts: Array | None) -> Ar
     return jnp.swapaxes(out, -2, -3).reshape(*joined.shape[:-1], -1)
 
 
-def plain_softmax_joined(heads: int, joined: Array, starts: Array | None = None) -> Array:
+def plain_softmax_joined(joined: Array, heads: int, starts: Array | None = None) -> Array:
     return _joined(plain_softmax, heads, joined, starts)
 
 
@@ -120,7 +120,7 @@ def _plainly(heads: int | None, given: Given, starts: Array | None) -> Array:
     if heads is None:
         q, k, v = given
         return plain_softmax(q, k, v, starts)
-    return plain_softmax_joined(heads, given[0], starts)
+    return plain_softmax_joined(given[0], heads, starts)
 
 
 def _by_head(heads: int | None, given: Given, starts: Array | None) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -198,8 +198,8 @@ class _Tiles:
         self.kernels.store(ref, tokens, columns, shape, value.astype(ref.dtype), part=part)
 
     def _place(self, refs: dict[str, Any], name: str, before: str) -> tuple[Any, Array, int | None]:
-        columns = self.rows if name in "qk" else self.columns
-        if self.joined and name in "qkv":
+        columns = self.rows if name in ("q", "k") else self.columns
+        if self.joined and name in ("q", "k", "v"):
             return refs[f"{before}qkv"], columns, "qkv".index(name)
         return refs[before + name], columns, None
 
@@ -381,5 +381,5 @@ def fused_softmax(q: Array, k: Array, v: Array, starts: Array | None = None) -> 
     return fused(None, (q, k, v), starts)
 
 
-def fused_softmax_joined(heads: int, joined: Array, starts: Array | None = None) -> Array:
+def fused_softmax_joined(joined: Array, heads: int, starts: Array | None = None) -> Array:
     return fused(heads, (joined,), starts)

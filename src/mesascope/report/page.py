@@ -106,7 +106,9 @@ def _differences(differences: Sequence[str] | None) -> str:
     if differences is None:
         return ""
     if not differences:
-        return '<p class="agree">All verdicts and numbers agree with those committed to the repository.</p>'
+        return (
+            '<p class="agree">Verdicts and numbers agree with all that are committed to the repository.</p>'
+        )
     what = (
         "One number or verdict is" if len(differences) == 1 else f"{len(differences)} numbers or verdicts are"
     )

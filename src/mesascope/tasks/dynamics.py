@@ -210,7 +210,7 @@ class Dynamics:
 
     def sample(self, key: PRNGKeyArray, batch_size: int) -> Trajectories:
         """Independent sequences. The same key gives the same bytes."""
-        return _sample(self, key, batch_size)
+        return _compiled(self, key, batch_size)
 
     def _sample(self, key: PRNGKeyArray, batch_size: int) -> Trajectories:
         if self.nonlinearity is None:
@@ -287,7 +287,7 @@ class Dynamics:
 
 
 # Compiled once for each task and size, whoever asks; part of whatever is compiled around it.
-_sample = jax.jit(Dynamics._sample, static_argnums=(0, 2), inline=True)
+_compiled = jax.jit(Dynamics._sample, static_argnums=(0, 2), inline=True)
 
 
 def by_variant(variant: str, as_run: dict, as_written: dict) -> dict:

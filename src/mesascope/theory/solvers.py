@@ -131,7 +131,7 @@ def loss_by_time(algorithm: Algorithm, context: Context) -> Float[Array, " time"
 
 @eqx.filter_jit
 def loss(algorithm: Algorithm, context: Context) -> Float[Array, ""]:
-    """Mean over sequences and predicted times of ½‖error‖². Compiled likewise."""
+    """Mean over sequences and predicted times of ½‖error‖². Compiled as `loss_by_time` is."""
     by_time = loss_by_time(algorithm, context)
     return jnp.sum(by_time) / jnp.sum(context.predicts.astype(by_time.dtype))
 
