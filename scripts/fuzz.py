@@ -229,7 +229,7 @@ def read_damaged(folder: Path) -> Any:
 
 
 def make_claims(folder: Path) -> None:
-    checks = [{"what": "loss", "ours": 0.5, "interval": [0.25, 0.75], "at_most": 1.0, "by_seed": [0.5]}]
+    checks = [{"what": "loss", "ours": 0.5, "interval": [0.25, 0.75], "at_most": 1.0, "at_least": None}]
     store.write_json(
         folder / "claims.json", [{"id": "1a", "verdict": "holds", "ours": None, "checks": checks}]
     )

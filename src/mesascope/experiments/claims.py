@@ -126,7 +126,8 @@ def differences(
     """Where claims differ from the committed ones: another verdict, or a number that has left its interval.
 
     Args:
-        tolerance: relative, for numbers without an interval.
+        tolerance: of a number or its threshold, whichever is larger: numbers are recomputed from fewer sequences, on
+            another machine. Intervals that are narrower, or missing, are taken to be that wide.
     """
     before, lines = {claim["id"]: claim for claim in committed}, []
     for claim in found:
@@ -141,8 +142,10 @@ def differences(
                 if value is not old:
                     lines.append(f"{claim['id']}: {now['what']} is {value}, committed is {old}.")
                 continue
-            room = tolerance * abs(old)
-            low, high = was["interval"] or (old - room, old + room)
+            limit = was["at_least"] if was["at_most"] is None else was["at_most"]
+            room = tolerance * max(abs(old), abs(limit))
+            low, high = was["interval"] or (old, old)
+            low, high = min(low, old - room), max(high, old + room)
             if not low <= value <= high:
                 lines.append(
                     f"{claim['id']}: {now['what']} is {value:.4g}, outside of {low:.4g} to {high:.4g}."

@@ -104,6 +104,10 @@ class Drawing:
 Panel = Curves | Maps | Drawing
 
 
+MOST_INSIDE = 6
+"""Entries of a legend within the axes."""
+
+
 def draw(panels: Sequence[Curves | Maps], *, columns: int = 3) -> "Figure":
     """All panels on one sheet, in the house style."""
     with house_style():
@@ -112,7 +116,9 @@ def draw(panels: Sequence[Curves | Maps], *, columns: int = 3) -> "Figure":
         tiles = [tile for panel in panels for tile in _tiles(panel)]
         columns = min(columns, len(tiles))
         rows = -(-len(tiles) // columns)
-        figure, axes = plt.subplots(rows, columns, figsize=(4.4 * columns, 3.4 * rows), squeeze=False)
+        longest = max((len(tile.lines) for tile in tiles if isinstance(tile, Curves)), default=0)
+        height = 3.4 if longest <= MOST_INSIDE else 3.7 + 0.08 * longest
+        figure, axes = plt.subplots(rows, columns, figsize=(4.4 * columns, height * rows), squeeze=False)
         for ax in axes.flat[len(tiles) :]:
             ax.set_axis_off()
         for tile, ax in zip(tiles, axes.flat, strict=False):
@@ -150,7 +156,9 @@ def _curves(panel: Curves, ax: "Axes") -> None:
     if panel.x_ticks is not None:
         ax.set_xticks(list(panel.x_ticks), list(panel.x_ticks.values()))
         ax.set_xticks([], minor=True)
-    ax.legend(fontsize="x-small")
+    # A long legend would cover the curves.
+    below: Any = dict(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
+    ax.legend(fontsize="x-small", **(below if len(panel.lines) > MOST_INSIDE else {}))
 
 
 def _map(figure: "Figure", tile: tuple[Maps, str, np.ndarray], ax: "Axes") -> None:

@@ -224,7 +224,8 @@ def against_committed(outcomes: Sequence[Outcome]) -> list[str] | None:
 
 def read_claims(path: Path) -> list[dict[str, Any]]:
     """Claims as `claims.json` has them."""
-    one = {"what": str, "ours": (float, None), "interval": ([float], None)}
+    number = (float, None)
+    one = {"what": str, "ours": number, "interval": ([float], None), "at_most": number, "at_least": number}
     form = [{"id": str, "verdict": str, "checks": [one]}]
     return check(store.read_json(path), form, path) if path.exists() else []
 
