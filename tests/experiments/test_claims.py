@@ -83,10 +83,12 @@ def test_differences():
     assert "fails, committed is: holds" in found(3.0)[0]
     assert "is None" in found(np.nan)[-1]
     assert differences([claim(small(3.0)).to_dict(trained=False)], committed) == []
-    # A number without an interval, or with a narrow one, has two percent of itself or of its threshold as room.
-    for values in ((1.0,), (1.0, 1.0, 1.0)):
-        narrow = [claim(small(*values, bound=1.5)).to_dict(trained=True)]
-        assert differences([claim(small(1.029, bound=1.5)).to_dict(trained=True)], narrow) == []
-        assert differences([claim(small(1.031, bound=1.5)).to_dict(trained=True)], narrow)
-    rounding = [claim(small(1e-14)).to_dict(trained=True)]
-    assert differences([claim(small(3e-14)).to_dict(trained=True)], rounding) == []
+    # A number without an interval has two percent of room, and any what rounding may do.
+    single = [claim(small(1.0, bound=2.0)).to_dict(trained=True)]
+    assert differences([claim(small(1.019, bound=2.0)).to_dict(trained=True)], single) == []
+    assert differences([claim(small(1.021, bound=2.0)).to_dict(trained=True)], single)
+    narrow = [claim(small(1.0, 1.0, 1.0, bound=2.0)).to_dict(trained=True)]
+    assert differences([claim(small(1.000001, bound=2.0)).to_dict(trained=True)], narrow) == []
+    assert differences([claim(small(1.0001, bound=2.0)).to_dict(trained=True)], narrow)
+    nothing = [claim(small(1e-14)).to_dict(trained=True)]
+    assert differences([claim(small(3e-14)).to_dict(trained=True)], nothing) == []

@@ -16,6 +16,8 @@ from mesascope.analysis.results import student_t
 
 ENOUGH = 0.8
 """Of the seeds must meet a threshold."""
+ROUNDING = 1e-6
+"""Of a number or its threshold: what another machine may make of it, where an interval has no width."""
 Verdict = Literal["holds", "fails", "not testable at this preset"]
 
 
@@ -126,8 +128,7 @@ def differences(
     """Where claims differ from the committed ones: another verdict, or a number that has left its interval.
 
     Args:
-        tolerance: of a number or its threshold, whichever is larger: numbers are recomputed from fewer sequences, on
-            another machine. Intervals that are narrower, or missing, are taken to be that wide.
+        tolerance: relative, for numbers without an interval.
     """
     before, lines = {claim["id"]: claim for claim in committed}, []
     for claim in found:
@@ -143,9 +144,10 @@ def differences(
                     lines.append(f"{claim['id']}: {now['what']} is {value}, committed is {old}.")
                 continue
             limit = was["at_least"] if was["at_most"] is None else was["at_most"]
-            room = tolerance * max(abs(old), abs(limit))
-            low, high = was["interval"] or (old, old)
-            low, high = min(low, old - room), max(high, old + room)
+            rounding = ROUNDING * max(abs(old), abs(limit))
+            room = tolerance * abs(old)
+            low, high = was["interval"] or (old - room, old + room)
+            low, high = low - rounding, high + rounding
             if not low <= value <= high:
                 lines.append(
                     f"{claim['id']}: {now['what']} is {value:.4g}, outside of {low:.4g} to {high:.4g}."

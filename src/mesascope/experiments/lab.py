@@ -80,7 +80,8 @@ SCALES = {
               tune_steps=2, prompt_steps=2, distill_steps=2, trained=False),
         Scale(name="quick", seeds=2, steps=0.1, gflop=1500, batch_size=16, sequences=1024, probe_sequences=2048,
               tune_steps=300, prompt_steps=300, distill_steps=500, trained=False),
-        Scale(name="released", seeds=1, sequences=4096, probe_sequences=4096,
+        # As many sequences as for `paper`: one seed is put among those of that, and must fit.
+        Scale(name="released", seeds=1, sequences=4096, probe_sequences=8192,
               tune_steps=600, prompt_steps=2000, distill_steps=2000, from_released=True),
         Scale(name="paper", seeds=None, sequences=4096, probe_sequences=8192,
               tune_steps=1500, prompt_steps=5000, distill_steps=15_000),

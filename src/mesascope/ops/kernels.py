@@ -6,7 +6,7 @@ module until a kernel runs, and every operation that has one has another way.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
+
+from mesascope.ops.sequence import Sequence
 
 
 def interpreted() -> bool:
@@ -34,6 +36,46 @@ def padded(width: int) -> int:
 
 def indices(n: int) -> Array:
     return lax.iota(jnp.int32, n)
+
+
+class Shape(NamedTuple):
+    """Sizes of a problem of the mesa operation: what arrays have, and what tiles have."""
+
+    batch: int
+    time: int
+    key: int
+    value: int
+    dtype: Any
+
+    @classmethod
+    def of(cls, seq: Sequence) -> "Shape":
+        batch, time, key = seq.keys.shape
+        return cls(batch, time, key, seq.values.shape[-1], seq.keys.dtype)
+
+    @property
+    def key_tile(self) -> int:
+        return padded(self.key)
+
+    @property
+    def value_tile(self) -> int:
+        return padded(self.value)
+
+    @property
+    def widest(self) -> int:
+        return max(self.key_tile, self.value_tile)
+
+    def blocks(self, size: int) -> int:
+        """How many of so many tokens there are."""
+        return -(-self.time // size)
+
+    def zeros(self, *sides: int) -> Array:
+        return jnp.zeros(sides, self.dtype)
+
+    def keys(self, ref: Any, tokens: Array) -> Array:
+        return load(ref, tokens, indices(self.key_tile), (self.time, self.key))
+
+    def values(self, ref: Any, tokens: Array) -> Array:
+        return load(ref, tokens, indices(self.value_tile), (self.time, self.value))
 
 
 def loop(count: int, body: Callable, carry: Any) -> Any:

@@ -40,6 +40,7 @@ from mesascope.ops.chunks import decay_since_start, sum_to_end
 from mesascope.ops.factor import matmul, transpose
 from mesascope.ops.gradients import with_closed_form
 from mesascope.ops.kernels import (
+    Shape,
     call,
     dot,
     indices,
@@ -47,7 +48,6 @@ from mesascope.ops.kernels import (
     load_row,
     load_vector,
     loop,
-    padded,
     store,
     store_row,
     store_vector,
@@ -59,37 +59,7 @@ PREFIX = False
 _BLOCK = 16  # tokens taken at once, and rows of a triangular matrix inverted by substitution
 
 
-class _Shape(NamedTuple):
-    """Sizes of a problem: what arrays have, and what tiles have."""
-
-    batch: int
-    time: int
-    key: int
-    value: int
-    dtype: Any
-
-    def zeros(self, *sides: int) -> Array:
-        return jnp.zeros(sides, self.dtype)
-
-    @property
-    def key_tile(self) -> int:
-        return padded(self.key)
-
-    @property
-    def value_tile(self) -> int:
-        return padded(self.value)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.time // _BLOCK)
-
-
-def _shape(seq: Sequence) -> _Shape:
-    batch, time, key = seq.keys.shape
-    return _Shape(batch, time, key, seq.values.shape[-1], seq.keys.dtype)
-
-
-def _walk(shape: _Shape, refs: dict[str, Any]) -> None:
+def _walk(shape: Shape, refs: dict[str, Any]) -> None:
     """One head, token by token. Every sum runs down columns, which stay within a thread; hence F and Fᵀ."""
     time, d, dv = shape.time, shape.key, shape.value
     rows, columns = indices(shape.key_tile), indices(shape.value_tile)
@@ -154,7 +124,7 @@ def _walk(shape: _Shape, refs: dict[str, Any]) -> None:
         store(refs["new_weights_t"], rows, columns, (d, dv), weights_t)
 
 
-def _walk_blocks(shape: _Shape, refs: dict[str, Any]) -> None:
+def _walk_blocks(shape: Shape, refs: dict[str, Any]) -> None:
     """One head, `_BLOCK` tokens at a time: the same recursion with all products with F and Φ as matrix products.
 
     With p_i = F_iᵀk_i for the tokens i of a block, F_j = F (I - c_0 p_0p_0ᵀ) … (I - c_{j-1} p_{j-1}p_{j-1}ᵀ). So one
@@ -226,7 +196,7 @@ def _walk_blocks(shape: _Shape, refs: dict[str, Any]) -> None:
             store(refs["new_x"], queries, rows, (time, d), y)
         return factor, weights_t
 
-    factor, weights_t = loop(shape.blocks, block, (factor, weights_t))
+    factor, weights_t = loop(shape.blocks(_BLOCK), block, (factor, weights_t))
     if "new_factor" in refs:
         store(refs["new_factor"], rows, rows, (d, d), factor)
         store(refs["new_weights_t"], rows, columns, (d, dv), weights_t)
@@ -252,7 +222,7 @@ class _Sight(NamedTuple):
     through: Array | float
 
 
-def _sight(shape: _Shape, refs: dict[str, Any], start: Array) -> _Sight:
+def _sight(shape: Shape, refs: dict[str, Any], start: Array) -> _Sight:
     tokens = start + indices(_BLOCK)
     visible = tokens[:, None] <= tokens[None, :]
     ones = 1 + shape.zeros(_BLOCK)
@@ -291,14 +261,14 @@ def _lower_inverse(below: Array, root: Array) -> Array:
     return inverse / root[:, None]
 
 
-def _walk_back_blocks(shape: _Shape, refs: dict[str, Any]) -> None:
+def _walk_back_blocks(shape: Shape, refs: dict[str, Any]) -> None:
     """One head, block by block from the end, with W, P and Φᵀ in registers."""
     time, d, dv = shape.time, shape.key, shape.value
     rows, columns = indices(shape.key_tile), indices(shape.value_tile)
 
     def step(back: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         gram, moment, weights_t = carry
-        index = shape.blocks - 1 - back
+        index = shape.blocks(_BLOCK) - 1 - back
         start = index * _BLOCK
         tokens = start + indices(_BLOCK)
         see = _sight(shape, refs, start)
@@ -345,10 +315,10 @@ def _walk_back_blocks(shape: _Shape, refs: dict[str, Any]) -> None:
         moment = load(refs["moment"], rows, columns, (d, dv))
     if "weights_t" in refs:
         weights_t = load(refs["weights_t"], rows, columns, (d, dv))
-    loop(shape.blocks, step, (gram, moment, weights_t))
+    loop(shape.blocks(_BLOCK), step, (gram, moment, weights_t))
 
 
-def _walk_back(shape: _Shape, refs: dict[str, Any]) -> None:
+def _walk_back(shape: Shape, refs: dict[str, Any]) -> None:
     r"""One head, token by token from the end: the adjoints $\bar R$ and $\bar\Phi$ of the state, walked back.
 
     With h = R_t k = n/√s and e = v - Φ_t k = f/√s after the pair, and $\bar\Phi$ including this $\bar o q^\top$,
@@ -413,12 +383,12 @@ def _walk_back(shape: _Shape, refs: dict[str, Any]) -> None:
         store(refs["new_first_weights_bar"], columns, rows, (dv, d), phi_bar)
 
 
-def _narrow(shape: _Shape) -> bool:
+def _narrow(shape: Shape) -> bool:
     """Whether a head's matrices fit into the registers of one warp, where sums need no shared memory."""
     return shape.key_tile * max(shape.key_tile, shape.value_tile) <= 1024
 
 
-def _warps(shape: _Shape) -> int:
+def _warps(shape: Shape) -> int:
     return 1 if _narrow(shape) else 4 if max(shape.key_tile, shape.value_tile) <= 64 else 8
 
 
@@ -438,7 +408,7 @@ def plan(seq: Sequence, want_state: bool) -> Plan:
     starts afresh. Backward by tokens where a head is narrow and short: it rebuilds the state and walks its adjoint
     back, in which rounding errors add up over time, and blow up where the head forgets.
     """
-    shape = _shape(seq)
+    shape = Shape.of(seq)
     plain = seq.log_decay is None and seq.runs is None
     by_tokens = plain and (
         seq.factor is not None or (_narrow(shape) and shape.time <= 128 and not want_state)
@@ -452,19 +422,19 @@ def plan(seq: Sequence, want_state: bool) -> Plan:
 
 
 def _call(
-    kernel: Callable, shape: _Shape, inputs: dict[str, Array | None], outputs: dict[str, jax.ShapeDtypeStruct]
+    kernel: Callable, shape: Shape, inputs: dict[str, Array | None], outputs: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Array]:
     return call(partial(kernel, shape), inputs, outputs, warps=_warps(shape))
 
 
-def _empty(shape: _Shape, *dims: int) -> jax.ShapeDtypeStruct:
+def _empty(shape: Shape, *dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((shape.batch, *dims), shape.dtype)
 
 
 def _run(plan: Plan, seq: Sequence, for_gradient: bool) -> dict[str, Array]:
     if plan.prefix:
         return pallas_prefix.forward(seq, plan.want_state)
-    shape = _shape(seq)
+    shape = Shape.of(seq)
     time, d, dv = shape.time, shape.key, shape.value
     inputs = dict(
         q=seq.queries, k=seq.keys, v=seq.values, lam=seq.lam,
@@ -478,7 +448,7 @@ def _run(plan: Plan, seq: Sequence, for_gradient: bool) -> dict[str, Array]:
         if plan.blocks_back:
             outputs |= dict(x=_empty(shape, time, d))
             if seq.runs is not None:
-                outputs |= dict(before=_empty(shape, shape.blocks, d, dv))
+                outputs |= dict(before=_empty(shape, shape.blocks(_BLOCK), d, dv))
     if for_gradient or plan.want_state:
         outputs |= dict(factor=_empty(shape, d, d), weights_t=_empty(shape, d, dv))
     return _call(_walk_blocks if plan.blocks else _walk, shape, inputs, outputs)
@@ -521,7 +491,7 @@ def _gradients(plan: Plan, seq: Sequence, saved: dict[str, Array], state: Any, c
     if seq.factor is not None and plan.blocks_back:  # whose sums do not reach the gradient of a state; rare
         return _by_xla(plan, False, seq, cotangents)
     out_bar, state_bar = cotangents
-    shape = _shape(seq)
+    shape = Shape.of(seq)
     time, d, dv = shape.time, shape.key, shape.value
     ahead, scaling = final_adjoint(seq, state, state_bar)
     inputs = dict(q=seq.queries, k=seq.keys, g=out_bar, log_decay=seq.log_decay, beta=seq.beta, runs=seq.runs)

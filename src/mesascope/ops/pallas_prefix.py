@@ -20,7 +20,7 @@ once, and then sums from the end.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxtyping import Array
 
 from mesascope.ops.factor import matmul, transpose
 from mesascope.ops.kernels import (
+    Shape,
     barrier,
     call_by_block,
     dot,
@@ -39,7 +40,6 @@ from mesascope.ops.kernels import (
     load_vector,
     loop,
     loop_between,
-    padded,
     store,
     store_vector,
 )
@@ -52,48 +52,11 @@ _COLUMNS = 64  # of an output that one program computes, where they do not depen
 Refs = dict[str, Any]
 
 
-class _Shape(NamedTuple):
-    """Sizes of a problem. Arrays between kernels are whole tiles, filled up with zeros, H with ones on its diagonal."""
-
-    batch: int
-    time: int
-    key: int
-    value: int
-    dtype: Any
-
-    @property
-    def key_tile(self) -> int:
-        return padded(self.key)
-
-    @property
-    def value_tile(self) -> int:
-        return padded(self.value)
-
-    @property
-    def widest(self) -> int:
-        return max(self.key_tile, self.value_tile)
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.time // _CHUNK)
-
-    def keys(self, ref: Any, tokens: Array) -> Array:
-        return load(ref, tokens, indices(self.key_tile), (self.time, self.key))
-
-    def values(self, ref: Any, tokens: Array) -> Array:
-        return load(ref, tokens, indices(self.value_tile), (self.time, self.value))
-
-
-def _shape(seq: Sequence) -> _Shape:
-    batch, time, key = seq.keys.shape
-    return _Shape(batch, time, key, seq.values.shape[-1], seq.keys.dtype)
-
-
 def _tokens(chunk: Any) -> Array:
     return chunk * _CHUNK + indices(_CHUNK)
 
 
-def _weights(shape: _Shape, refs: Refs, tokens: Array) -> Array | None:
+def _weights(shape: Shape, refs: Refs, tokens: Array) -> Array | None:
     return load_vector(refs["beta"], tokens, shape.time) if "beta" in refs else None
 
 
@@ -128,7 +91,7 @@ def _inside(ref: Any, tile: int) -> tuple[int, int] | None:
     return None if ref.shape[-1] == tile else ref.shape[-2:]
 
 
-def _sums(shape: _Shape, refs: Refs, block: Any) -> None:
+def _sums(shape: Shape, refs: Refs, block: Any) -> None:
     """What a chunk adds to some columns of H and Sᵀ. By half chunks: registers are few."""
     chunk, columns = _share(shape.widest, block)
     gram = jnp.zeros((shape.key_tile, len(columns)), jnp.float64)
@@ -146,7 +109,7 @@ def _sums(shape: _Shape, refs: Refs, block: Any) -> None:
         store(ref, rows, columns, _inside(ref, shape.widest), value, number=chunk)
 
 
-def _accumulate(shape: _Shape, backwards: bool, refs: Refs, piece: Any) -> None:
+def _accumulate(shape: Shape, backwards: bool, refs: Refs, piece: Any) -> None:
     """Some rows of running sums of two matrices: before every chunk (or after it), and of all where there is room.
 
     They begin with diag(1/λ) and zero, or with what is given, or with zeros.
@@ -168,24 +131,24 @@ def _accumulate(shape: _Shape, backwards: bool, refs: Refs, piece: Any) -> None:
             store(refs["new_" + name], rows, indices(total.shape[-1]), None, total, number=chunk)
 
     def step(index: Array, totals: Any) -> Any:
-        chunk = shape.chunks - 1 - index if backwards else index
+        chunk = shape.blocks(_CHUNK) - 1 - index if backwards else index
         new = [load(refs[name], rows, indices(refs[name].shape[-1]), number=chunk) for name in names]
         write(chunk, totals)
         return [a + b for a, b in zip(totals, new, strict=True)]
 
-    totals = loop(shape.chunks, step, totals)
-    if refs["new_gram"].shape[0] > shape.chunks:
-        write(np.int32(shape.chunks), totals)
+    totals = loop(shape.blocks(_CHUNK), step, totals)
+    if refs["new_gram"].shape[0] > shape.blocks(_CHUNK):
+        write(np.int32(shape.blocks(_CHUNK)), totals)
     if "new_diagonal" in refs:
         diagonal = jnp.sum(jnp.where(rows[:, None] == columns[None, :], totals[0], 0.0), 1)
         store_vector(refs["new_diagonal"], rows, shape.key, diagonal)
 
 
-def _before(shape: _Shape, refs: Refs, piece: Any) -> None:
+def _before(shape: Shape, refs: Refs, piece: Any) -> None:
     _accumulate(shape, False, refs, piece)
 
 
-def _after(shape: _Shape, refs: Refs, piece: Any) -> None:
+def _after(shape: Shape, refs: Refs, piece: Any) -> None:
     _accumulate(shape, True, refs, piece)
 
 
@@ -272,7 +235,7 @@ def _factor(matrix: Any, refs: Refs, chunk: Any, ridge: float, least: Any, beta:
     loop(tiles, row, 0)
 
 
-def _factor_states(shape: _Shape, refs: Refs, chunk: Any) -> None:
+def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
     """W = L⁻¹ for H = L Lᵀ."""
 
     def lines(i: Any) -> Array:
@@ -287,7 +250,7 @@ def _factor_states(shape: _Shape, refs: Refs, chunk: Any) -> None:
     _factor(matrix, refs, chunk, 0.0, least, lambda i: None)
 
 
-def _factor_chunks(shape: _Shape, refs: Refs, chunk: Any) -> None:
+def _factor_chunks(shape: Shape, refs: Refs, chunk: Any) -> None:
     """G⁻¹ for P = K̃ K̃ᵀ."""
 
     def lines(i: Any) -> Array:
@@ -310,7 +273,7 @@ def _factor_chunks(shape: _Shape, refs: Refs, chunk: Any) -> None:
     _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), jnp.float64), beta)
 
 
-def _whiten(shape: _Shape, refs: Refs, block: Any) -> None:
+def _whiten(shape: Shape, refs: Refs, block: Any) -> None:
     """Some columns of K̃."""
     chunk, columns = _share(shape.key_tile, block)
     root = load(refs["root"], columns, indices(shape.key_tile), number=chunk)
@@ -323,7 +286,7 @@ def _causal() -> Array:
     return lines[:, None] >= lines[None, :]
 
 
-def _attend(shape: _Shape, refs: Refs, chunk: Any) -> None:
+def _attend(shape: Shape, refs: Refs, chunk: Any) -> None:
     """Φ̃ᵀ, N, F and the outputs. What was stored is loaded again where it is needed: registers are few."""
     tokens = _tokens(chunk)
     white = _whole(refs["white"], chunk)
@@ -355,7 +318,7 @@ def _unweighted(refs: Refs, chunk: Any, beta: Array | None) -> Array:
     return (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :]
 
 
-def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
+def _attend_back(shape: Shape, refs: Refs, chunk: Any) -> None:
     """z, what κ and ν owe to the chunk itself, and what it adds to W and P; x on the way."""
     tokens = _tokens(chunk)
     beta = _weights(shape, refs, tokens)
@@ -386,7 +349,7 @@ def _attend_back(shape: _Shape, refs: Refs, chunk: Any) -> None:
     _keep(refs["new_gram"], chunk, gram + gram.T)
 
 
-def _add_later(shape: _Shape, refs: Refs, block: Any) -> None:
+def _add_later(shape: Shape, refs: Refs, block: Any) -> None:
     """What some columns of κ and ν owe to later chunks, with the sums W and P over those."""
     chunk, columns = _share(shape.widest, block)
     tokens, lines, rows = _tokens(chunk), indices(_CHUNK), indices(shape.key_tile)
@@ -410,13 +373,13 @@ def _add_later(shape: _Shape, refs: Refs, block: Any) -> None:
 def applies(seq: Sequence) -> bool:
     """Nothing forgets, restarts or goes on with an earlier state; and a tile of keys fills several warps."""
     plain = seq.log_decay is None and seq.runs is None and seq.factor is None
-    return plain and has_float64() and _shape(seq).key_tile >= 32
+    return plain and has_float64() and Shape.of(seq).key_tile >= 32
 
 
 def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
     """Outputs and what the backward pass needs; if wanted, `factor` and `weights_t` of the final state."""
-    shape = _shape(seq)
-    count, key, value = shape.chunks, shape.key_tile, shape.value_tile
+    shape = Shape.of(seq)
+    count, key, value = shape.blocks(_CHUNK), shape.key_tile, shape.value_tile
     states = count + want_state
 
     def empty(*dims: int, dtype: Any = shape.dtype) -> jax.ShapeDtypeStruct:
@@ -487,12 +450,12 @@ def backward(
     Args:
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
     """
-    shape = _shape(seq)
+    shape = Shape.of(seq)
     run = partial(_call, shape)
     timed, wide = (jax.ShapeDtypeStruct(saved[name].shape, shape.dtype) for name in ("n", "f"))
     given = {name: saved.get(name) for name in ("root", "inverse", "n", "f", "phi_t", "white")}
     matrices = {
-        name: jax.ShapeDtypeStruct((shape.batch, shape.chunks, shape.key_tile, width), shape.dtype)
+        name: jax.ShapeDtypeStruct((shape.batch, shape.blocks(_CHUNK), shape.key_tile, width), shape.dtype)
         for name, width in (("gram", shape.key_tile), ("moment", shape.value_tile))
     }
     in_place = dict(n="kappa", phi_t="moment")
@@ -504,7 +467,7 @@ def backward(
         _attend_back,
         dict(q=seq.queries, g=out_bar, beta=seq.beta) | given,
         dict(x=timed, z=timed, kappa=timed, nu=wide) | matrices,
-        blocks=shape.chunks,
+        blocks=shape.blocks(_CHUNK),
         in_place=in_place,
     )
     first = dict(first_gram=ahead[0], first_moment=ahead[1]) if ahead is not None else {}
@@ -526,7 +489,7 @@ def backward(
             moment=later["moment"],
         ),
         dict(kappa=timed, nu=wide),
-        blocks=shape.chunks * _programs(shape.widest),
+        blocks=shape.blocks(_CHUNK) * _programs(shape.widest),
         in_place=dict(kappa="kappa", nu="nu"),
     )
 
@@ -547,7 +510,7 @@ def backward(
     return gradients
 
 
-def _call(shape: _Shape, kernel: Any, inputs: dict, outputs: dict, **settings: Any) -> dict[str, Array]:
+def _call(shape: Shape, kernel: Any, inputs: dict, outputs: dict, **settings: Any) -> dict[str, Array]:
     # Of those numbers of warps that `scripts/inspect_kernels.py static` tried, what spills the fewest registers.
     warps = 4 if max(shape.key_tile, shape.value_tile) <= 64 else 8
     warps = 1 if kernel in (_factor_states, _factor_chunks) else warps
