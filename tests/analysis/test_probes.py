@@ -395,7 +395,7 @@ def test_plots(tmp_path):
         found.plot("pasta")
 
 
-@pytest.mark.claims
+@pytest.mark.alone
 def test_cost():
     """All layers and times of the 7-layer model, 5 seeds and 5 untrained ones, 8192 sequences: within 60 s and 4 GB on
     two cores, which must have nothing else to do."""
