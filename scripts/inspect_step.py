@@ -4,7 +4,7 @@ An estimate: loops within a step count once, and arrays of which a kernel reads 
 
 pip install jax-cuda13-pjrt triton
 python scripts/inspect_step.py softmax-7 --variant as_written
-python scripts/inspect_step.py softmax-7 --variant as_written --in-place     # see `ops.softmax.IN_PLACE`
+python scripts/inspect_step.py softmax-7 --variant as_written --no-in-place  # see `ops.softmax.IN_PLACE`
 """
 
 import argparse
@@ -78,7 +78,10 @@ def main() -> None:
     parser.add_argument("--variant", choices=["as_run", "as_written"], default="as_run")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--in-place", action="store_true", help="softmax kernels read where products leave it"
+        "--in-place",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="softmax kernels read where products leave it",
     )
     given = parser.parse_args()
     if FOLDER not in os.environ:  # XLA reads these when it is loaded

@@ -1,7 +1,8 @@
 """The fused kernels where they differ from the other methods: which kernel runs, and float32 on hostile input.
 
-Outputs, states and gradients are compared with `reference` in test_methods.py, like those of every method. On a CPU the
-kernels are interpreted; `pytest -m gpu` compiles them.
+Outputs, states and gradients are compared with `reference` in test_methods.py, like those of every method. Wide heads
+walk by blocks here; test_pallas_prefix.py has the kernels that take all chunks at once. On a CPU the kernels are
+interpreted; `pytest -m gpu` compiles them.
 """
 
 from functools import partial
@@ -18,6 +19,11 @@ from mesascope.ops.sequence import Sequence
 from tests.helpers import assert_close, draw
 from tests.ops.test_accuracy import CELLS, FUSED, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
+
+
+@pytest.fixture(autouse=True)
+def by_blocks(monkeypatch):
+    monkeypatch.setattr(pallas, "PREFIX", False)
 
 
 def sequence(time, width, *, decays=False, runs=False, state=False):

@@ -1,9 +1,9 @@
 """The kernels for wide heads that take every chunk at once: against the definition, and in float32.
 
-`pallas.PREFIX` is off, so no method takes them yet; here it is on. Without a GPU they are interpreted; `pytest -m gpu`
-compiles them.
+Without a GPU they are interpreted; `pytest -m gpu` compiles them.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -22,11 +22,10 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
-def prefix(monkeypatch):
+def traced_afresh():
+    """Programs that others traced with other constants of these modules are not used again."""
     from mesascope.bench import _compiled
 
-    assert not pallas.PREFIX
-    monkeypatch.setattr(pallas, "PREFIX", True)
     _compiled.cache_clear()
     yield
     _compiled.cache_clear()
@@ -118,9 +117,13 @@ def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
     """No operation in them is unknown to the compiler of kernels, for which there need not be a GPU."""
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(kernels, "SIX", six)
+    assert len(lowered(width)) == 9
+
+
+def lowered(width):
+    """The kernels of outputs, final state and all gradients, as they are handed to XLA."""
     array, beta = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 100, width), (2, 100)))
 
-    @jax.jit
     def outcome(q, k, v, g, beta):
         def op(q, k, v, beta):
             out, state = mesa_attention(q, k, v, 1.0, beta=beta, method="pallas", return_state=True)
@@ -129,8 +132,20 @@ def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
         results, pull = jax.vjp(op, q, k, v, beta)
         return pull((g, results[1]))
 
-    lowered = outcome.trace(*[array] * 4, beta).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("xla.gpu.triton") == 9
+    program = jax.jit(outcome).trace(*[array] * 4, beta).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"xla\.gpu\.triton\(.*? ir = (\".*?[^\\]\")", program)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jax asks the GPU what it is")
+def test_float64_within_them_needs_none_outside(monkeypatch):
+    """Sums and factors are in float64 whether or not jax has it elsewhere."""
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    programs = {}
+    for enabled in (True, False):
+        with jax.enable_x64(enabled):
+            programs[enabled] = lowered(64)[:5]
+    assert len(programs[True]) == 5
+    assert programs[True] == programs[False]
 
 
 def test_three_thirds_of_a_number():

