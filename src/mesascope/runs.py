@@ -56,6 +56,10 @@ class RunError(RuntimeError):
     """A run that cannot go on, with what to do about it."""
 
 
+class DivergedError(RunError):
+    """A training whose loss is not finite any more."""
+
+
 class BusyError(RunError):
     """A run that another process is training."""
 
@@ -449,7 +453,7 @@ def _check_config(run: Run, config: Config | LanguageConfig, progress: Progress)
     store.write_json(path, store.to_dict(config))
 
 
-def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) -> RunError:
+def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) -> DivergedError:
     step = int(failed[failed >= 0].min())
     seeds = [str(trainer.config.train.first_seed + i) for i in np.flatnonzero(failed == step)]
     seed = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(seeds)
@@ -459,7 +463,7 @@ def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) 
         if saved
         else "There was no checkpoint yet."
     )
-    return RunError(
+    return DivergedError(
         f"training diverged: the loss of {seed} is not finite at step {step}. {kept} "
         "A smaller learning rate (--train.optimizer.rate.peak) or activation clipping (--model.clip) may help."
     )

@@ -19,7 +19,8 @@ from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeEr
 from mesascope.experiments.panels import Curves, Line, Maps, blend, draw
 from mesascope.experiments.results import Named, Result
 from mesascope.presets import preset
-from mesascope.store import StoreError, read_metadata
+from mesascope.runs import DivergedError
+from mesascope.store import StoreError, read_metadata, with_field
 from mesascope.training import WarmupCosine
 
 SMOKE = SCALES["smoke"]
@@ -319,3 +320,16 @@ def test_lines_are_checked():
     lines = (Line(label="a", x=np.arange(1, 4), y=np.ones((2, 3))),)
     panel = Curves(letter="A", title="a", xlabel="t", ylabel="y", lines=lines, log_x=True, log_y=True)
     assert len(draw([panel]).axes) == 1
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_rate_is_halved_where_models_diverge(tmp_path, monkeypatch):
+    fast = with_field(Lab(SMOKE).config("linear-1"), "train.steps=20", "train.optimizer.rate.peak=3e38")
+    monkeypatch.setattr(Lab, "config", lambda self, name, variant: fast)
+    with pytest.raises(DivergedError):
+        Lab(SMOKE, runs=tmp_path).trained("linear-1", halvings=2)
+    tried = [
+        json.loads(path.read_text())["train"]["optimizer"]["rate"]["peak"]
+        for path in tmp_path.glob("*/config.json")
+    ]
+    assert sorted(tried, reverse=True) == [3e38, 1.5e38, 0.75e38]

@@ -37,7 +37,7 @@ def linearized(dim: int) -> Callable[[Lab], Arrays]:
     """Each of seven softmax layers replaced by linear attention, for observations of so many entries."""
 
     def piece(lab: Lab) -> Arrays:
-        found = _linearize(lab, lab.trained(f"linearization-{dim}"))
+        found = _linearize(lab, lab.trained(f"linearization-{dim}", halvings=3))
         as_it_is = found.loss.mean(1)
         return {
             f"ratio_{dim}": Named.of(found.swapped.mean(1) / as_it_is[:, None], "seed", "layer"),

@@ -21,7 +21,7 @@ from rich.console import Console
 from mesascope import mirror, released, store
 from mesascope.models import Transformer
 from mesascope.presets import Variant, preset
-from mesascope.runs import Run, fit
+from mesascope.runs import DivergedError, Run, fit
 from mesascope.store import StoreError
 from mesascope.tasks import Examples
 from mesascope.training import Config, Trainer, WarmupCosine, with_train
@@ -163,10 +163,14 @@ class Lab:
         """A preset at this scale."""
         return _at_scale(preset(name, variant), self.scale)
 
-    def trained(self, name: str, variant: Variant = "as_run") -> Trained:
+    def trained(self, name: str, variant: Variant = "as_run", *, halvings: int = 0) -> Trained:
         """The models of a preset: trained now, found trained, or released.
 
+        Args:
+            halvings: how often the learning rate may be halved, if the training of one of the models diverges.
+
         Raises:
+            DivergedError: so did the last one.
             OutOfTimeError: training has been stopped and goes on with the next call.
             NotReleasedError: at the scale "released", of a model that is not.
         """
@@ -178,13 +182,20 @@ class Lab:
             self._note(f"released/{path.stem}")
             models, config = released.read_model(path)
             return Trained(config, models, None)
-        run = fit(
-            self.config(name, variant), runs=self.runs, max_minutes=self.minutes_left, console=self.console
-        )
+        run = self._fit(self.config(name, variant), halvings)
         if not run.finished:
             raise OutOfTimeError(f"stopped while training {name} ({variant}).")
         self.used(run)
         return Trained(run.config, run.models(), run)
+
+    def _fit(self, config: Config, halvings: int) -> Run:
+        try:
+            return fit(config, runs=self.runs, max_minutes=self.minutes_left, console=self.console)
+        except DivergedError:
+            if not halvings:
+                raise
+        half = config.train.optimizer.rate.peak / 2
+        return self._fit(store.with_field(config, f"train.optimizer.rate.peak={half}"), halvings - 1)
 
     def tuned(
         self, name: str, find: Callable[[], Mapping[str, Any]], *, by_seed: bool = False

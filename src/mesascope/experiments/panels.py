@@ -104,7 +104,7 @@ class Drawing:
 Panel = Curves | Maps | Drawing
 
 
-MOST_INSIDE = 6
+MOST_INSIDE = 4
 """Entries of a legend within the axes."""
 
 

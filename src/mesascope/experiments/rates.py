@@ -9,7 +9,7 @@ from rich.console import Console
 
 from mesascope.experiments.lab import OutOfTimeError
 from mesascope.language import LanguageConfig, with_rate
-from mesascope.runs import RunError, fit
+from mesascope.runs import DivergedError, RunError, fit
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 PART = 0.1
@@ -52,9 +52,7 @@ def search_rates(
                 save_seconds=SAVE_SECONDS,
                 console=console,
             )
-        except RunError as error:
-            if "diverged" not in str(error):
-                raise
+        except DivergedError:
             found[rate] = math.inf
             continue
         if not run.finished:

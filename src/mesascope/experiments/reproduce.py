@@ -183,7 +183,8 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
 
 
 def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: str | Path) -> None:
-    """Into `results/`: arrays, what was tuned for them, figures and claims. Claims of other figures stay."""
+    """Into `results/`: arrays, what was tuned for them, figures and claims. Claims of other figures stay; all
+    are in the order of the figures."""
     for outcome in outcomes:
         for scale, name in _tuned_for(outcome.result):
             path = tuned_folder(run_directory, scale).fetch(f"{name}.safetensors")
@@ -198,7 +199,8 @@ def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: str | P
     path = directory / "claims.json"
     there = {claim["id"]: claim for claim in read_claims(path)}
     there |= {claim["id"]: claim for outcome in outcomes for claim in outcome.claims}
-    store.write_json(path, list(there.values()))
+    order = [*experiments.names(), *(claim["figure"] for claim in there.values())]
+    store.write_json(path, sorted(there.values(), key=lambda claim: order.index(claim["figure"])))
 
 
 def _tuned_for(result: Result) -> list[tuple[str, str]]:
