@@ -325,7 +325,7 @@ def test_lines_are_checked():
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_rate_is_halved_where_models_diverge(tmp_path, monkeypatch):
     fast = with_field(Lab(SMOKE).config("linear-1"), "train.steps=20", "train.optimizer.rate.peak=3e38")
-    monkeypatch.setattr(Lab, "config", lambda self, name, variant: fast)
+    monkeypatch.setattr(Lab, "config", lambda self, name: fast)
     with pytest.raises(DivergedError):
         Lab(SMOKE, runs=tmp_path).trained("linear-1", halvings=2)
     tried = [

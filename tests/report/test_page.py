@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -243,6 +244,52 @@ def test_what_belongs_to_a_variant():
     assert own_variant([line("linear"), line("GD-1")]) == [False, False]
 
 
+def as_written(made):
+    """The third outcome again, its curves from models as the text has them, and a panel that only it has."""
+
+    def written(panel):
+        return replace(panel, lines=tuple(replace(line, variant="as_written") for line in panel.lines))
+
+    a, b, c = made.panels
+    return replace(
+        made,
+        experiment=replace(made.experiment, id="fig4-as-written"),
+        panels=(written(a), written(b), written(replace(c, letter="D"))),
+        claims=tuple(
+            {**claim, "id": f"{claim['id']}-as-written", "figure": "fig4-as-written"} for claim in made.claims
+        ),
+    )
+
+
+def test_both_variants_share_a_section(tmp_path):
+    made = outcomes()
+    both = [*made, as_written(made[2])]
+    document = Document(
+        write_page(both, tmp_path / "index.html", scale=SCALES["released"], differences=[]).read_text()
+    )
+    test_links_lead_somewhere_and_names_are_unique(document)
+    sections = [a["data-figure"] for a, _ in document.all("section") if "data-figure" in a]
+    assert sections == ["fig1", "fig3", "fig4"]
+    data = json.loads(document.all("script", id="data")[0][1])
+    a, b, c, d = data["fig4"]
+    assert [line["variant"] for line in b["lines"]] == ["as_run"] * 5 + ["as_written"] * 5
+    assert (len(a["lines"]), len(c["lines"]), len(d["lines"])) == (10, 1, 1)
+    commands = [text for _, text in document.all("code") if text.startswith("mesascope reproduce fig4")]
+    assert commands == [
+        "mesascope reproduce fig4 --preset released",
+        "mesascope reproduce fig4-as-written --preset released",
+    ]
+    claims = {a["id"] for a, _ in document.all("tbody", **{"class": "claim"})}
+    assert {"claim-fig4a-1", "claim-fig4a-1-as-written"} <= claims
+
+
+def test_one_variant_alone_is_shown(tmp_path):
+    alone = [as_written(outcomes()[2])]
+    page = write_page(alone, tmp_path / "index.html", scale=SCALES["released"])
+    data = json.loads(Document(page.read_text()).all("script", id="data")[0][1])
+    assert {line["variant"] for panel in data["fig4-as-written"] for line in panel["lines"]} == {None}
+
+
 def test_commands_write_the_page(tmp_path, monkeypatch, capsys):
     made = outcomes()[2].experiment
     arrays = {"loss": results.Named.of(np.ones((2, 3)), "seed", "time")}
@@ -257,7 +304,7 @@ def test_commands_write_the_page(tmp_path, monkeypatch, capsys):
     first = page.read_text()
     assert "Preset <b>smoke</b>" in first
     assert "smoke/pieces/fig4/losses.npz" in first
-    assert "Not on this page: fig9." in first
+    assert "Not on this page: fig4-as-written, fig9." in first
     page.unlink()
     Plot(figures=("fig4",), preset="smoke", out=tmp_path / "r").run()
     assert str(page) in capsys.readouterr().out.replace("\n", "")

@@ -6,7 +6,7 @@ import json
 from functools import cache
 from importlib.resources import files
 
-from mesascope.experiments.base import Experiment
+from mesascope.experiments.base import AS_WRITTEN, Experiment, as_written
 
 # Figure by figure, and the file that has it.
 _FILES = {
@@ -37,17 +37,25 @@ _FILES = {
 }
 
 
+_WRITTEN = ("fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8")
+"""Also with models as the paper's text has them: "fig7-as-written"."""
+
+
 def names() -> list[str]:
     """The figures there are."""
-    return list(_FILES)
+    return [name for figure in _FILES for name in (figure, figure + AS_WRITTEN)[: 1 + (figure in _WRITTEN)]]
 
 
 def experiment(name: str) -> Experiment:
     """A figure by its id."""
-    if name not in _FILES:
-        raise ValueError(f"figure: there is no {name!r}. There are: {', '.join(_FILES)}.")
-    module = importlib.import_module(f"mesascope.experiments.{_FILES[name]}")
-    return dataclasses.replace(module.EXPERIMENTS[name], minutes=minutes().get(name, {}))
+    if name not in names():
+        raise ValueError(f"figure: there is no {name!r}. There are: {', '.join(names())}.")
+    figure = name.removesuffix(AS_WRITTEN)
+    module = importlib.import_module(f"mesascope.experiments.{_FILES[figure]}")
+    found = module.EXPERIMENTS[figure]
+    return dataclasses.replace(
+        found if name == figure else as_written(found), minutes=minutes().get(name, {})
+    )
 
 
 @cache

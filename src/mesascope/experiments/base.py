@@ -1,11 +1,12 @@
 """An experiment: pieces that compute arrays, panels that show them, claims that they are held to."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mesascope.experiments.claims import Claim
 from mesascope.experiments.lab import Lab
-from mesascope.experiments.panels import Panel
+from mesascope.experiments.panels import Curves, Panel
 from mesascope.experiments.results import Arrays, Result
 
 
@@ -33,3 +34,42 @@ class Experiment:
     claims: Callable[[Result], list[Claim]]
     minutes: Mapping[str, float] = field(default_factory=dict)
     needs_text: bool = False
+
+
+AS_WRITTEN = "-as-written"
+"""Ends the id of a figure, and of its claims, whose tasks, models and training are as the paper's text has them."""
+
+
+def as_written(figure: Experiment) -> Experiment:
+    """The same figure, with everything that is trained as the text has it: whether its conclusions survive.
+
+    The authors' numbers and their control that drops a pair belong to what was run, and are not looked at.
+    """
+    name = figure.id + AS_WRITTEN
+
+    def compute(piece: Callable[[Lab], Arrays], lab: Lab) -> Arrays:
+        return piece(lab.as_written())
+
+    def panels(result: Result) -> list[Panel]:
+        return [
+            replace(panel, lines=tuple(replace(line, variant="as_written") for line in panel.lines))
+            if isinstance(panel, Curves)
+            else replace(panel, title=f"{panel.title}, as written")
+            for panel in figure.panels(result)
+        ]
+
+    def claims(result: Result) -> list[Claim]:
+        return [
+            replace(claim, id=claim.id + AS_WRITTEN, figure=name, authors=None)
+            for claim in figure.claims(result)
+            if not claim.id.endswith("-as-run")
+        ]
+
+    return replace(
+        figure,
+        id=name,
+        shows=f"{figure.shows}; models as the paper's text has them",
+        pieces={piece: partial(compute, of) for piece, of in figure.pieces.items()},
+        panels=panels,
+        claims=claims,
+    )

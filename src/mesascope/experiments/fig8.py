@@ -52,7 +52,7 @@ def prompted(name: str) -> Callable[[Lab], Arrays]:
 
     def piece(lab: Lab) -> Arrays:
         trained = lab.trained(name)
-        found = lab.tuned(f"prompt_{name}", partial(_tuned, lab, trained), by_seed=True)
+        found = lab.tuned(f"prompt_{trained.config.name}", partial(_tuned, lab, trained), by_seed=True)
         eos, prefix = found["eos"], found["prefix"]
         end, begin = jnp.asarray(eos), jnp.asarray(prefix)
         vectors = {"base": Vectors(), "eos": Vectors(eos=end), "prefix": Vectors(eos=end, prefix=begin)}

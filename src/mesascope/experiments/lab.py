@@ -5,6 +5,7 @@ lab.trained("softmax-7").models       # trained, found trained, or released, as 
 lab.tuned("gd-1", find)               # the same for numbers that something else than training found
 """
 
+import copy
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -142,9 +143,12 @@ class Lab:
     """Models for the experiments.
 
     Attributes:
+        variant: of all presets.
         data: folder of a prepared corpus, for language models.
         inputs: digests of all that was asked for, by name.
     """
+
+    variant: Variant = "as_run"
 
     def __init__(
         self,
@@ -159,11 +163,17 @@ class Lab:
         self.data = data
         self.inputs: dict[str, str] = {}
 
-    def config(self, name: str, variant: Variant = "as_run") -> Config:
-        """A preset at this scale."""
-        return _at_scale(preset(name, variant), self.scale)
+    def as_written(self) -> "Lab":
+        """This lab, with presets as the paper's text has them."""
+        other = copy.copy(self)
+        other.variant = "as_written"
+        return other
 
-    def trained(self, name: str, variant: Variant = "as_run", *, halvings: int = 0) -> Trained:
+    def config(self, name: str) -> Config:
+        """A preset at this scale."""
+        return _at_scale(preset(name, self.variant), self.scale)
+
+    def trained(self, name: str, *, halvings: int = 0) -> Trained:
         """The models of a preset: trained now, found trained, or released.
 
         Args:
@@ -175,16 +185,17 @@ class Lab:
             NotReleasedError: at the scale "released", of a model that is not.
         """
         self.check_time()
-        if self.scale.from_released and name not in LIVE:
-            path = released.weights_path(preset(name, variant).name)
+        config = self.config(name)
+        if self.scale.from_released and config.name not in LIVE:
+            path = released.weights_path(config.name)
             if not path.exists():
-                raise NotReleasedError(f"the weights of {name}")
+                raise NotReleasedError(f"the weights of {config.name}")
             self._note(f"released/{path.stem}")
             models, config = released.read_model(path)
             return Trained(config, models, None)
-        run = self._fit(self.config(name, variant), halvings)
+        run = self._fit(config, halvings)
         if not run.finished:
-            raise OutOfTimeError(f"stopped while training {name} ({variant}).")
+            raise OutOfTimeError(f"stopped while training {config.name}.")
         self.used(run)
         return Trained(run.config, run.models(), run)
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from mesascope import experiments, released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab, Scale
 from mesascope.experiments.reproduce import Outcome
-from mesascope.presets import PRESETS, Variant
+from mesascope.presets import PRESETS
 from mesascope.report.data import panel_data, to_json
-from mesascope.report.section import heading, origin_of, section
+from mesascope.report.section import Figure, heading, origin_of, section, together
 from mesascope.report.table import SIGNS, anchor, claims_table, sign
 from mesascope.untrusted import parse_json
 
@@ -55,6 +55,7 @@ def write_page(
         name, result = outcome.experiment.id, outcome.result
         results.write(folder / "arrays" / name, result.arrays, {"pieces": dict(result.about)})
     claims = [claim for outcome in outcomes for claim in outcome.claims]
+    shown = together(outcomes)
     script, models = _resource("page.js"), _models(outcomes, scale)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fills = {
@@ -62,7 +63,7 @@ def write_page(
         "base-uri 'none'; form-action 'none'",
         "css": _resource("page.css"),
         "js": script,
-        "jump": "".join(_jump(outcome) for outcome in outcomes),
+        "jump": "".join(_jump(figure) for figure in shown),
         "scale": _SCALES[scale.name],
         "tally": _tally(claims),
         "differences": _differences(differences),
@@ -71,11 +72,11 @@ def write_page(
         "figures": "".join(f"<option>{escape(o.experiment.id)}</option>" for o in outcomes),
         "count": str(len(claims)),
         "claims": claims_table(claims),
-        "contents": "".join(_contents(outcome) for outcome in outcomes),
+        "contents": "".join(_contents(figure) for figure in shown),
         "missing": _missing(outcomes),
-        "sections": "".join(section(outcome, path.parent, scale, models) for outcome in outcomes),
+        "sections": "".join(section(figure, path.parent, scale, models) for figure in shown),
         "models": _MODELS.format("".join(models.values())) if models else "",
-        "data": to_json({o.experiment.id: [panel_data(p) for p in o.panels] for o in outcomes}),
+        "data": to_json({figure.name: [panel_data(p) for p in figure.panels] for figure in shown}),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: fills[found[1]], _resource("page.html"))
     store.write(path, page.encode())
@@ -172,23 +173,22 @@ def _missing(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _jump(outcome: Outcome) -> str:
-    name = outcome.experiment.id
+def _jump(figure: Figure) -> str:
+    name = figure.name
     worst = [
         v
         for v in ("fails", "not testable at this preset", "holds")
-        if any(c["verdict"] == v for c in outcome.claims)
+        if any(c["verdict"] == v for c in figure.claims)
     ]
     state = anchor(worst[0]) if worst else ""
     return f'<a href="#{anchor(name)}" class="{state}">{escape(name)}</a>'
 
 
-def _contents(outcome: Outcome) -> str:
-    name = outcome.experiment.id
+def _contents(figure: Figure) -> str:
     return (
-        f'<li><a class="name" href="#{anchor(name)}">{escape(heading(name))}</a>'
-        f'<span class="shows">{escape(outcome.experiment.shows)}</span>'
-        f'<span class="signs">{"".join(sign(claim) for claim in outcome.claims)}</span></li>'
+        f'<li><a class="name" href="#{anchor(figure.name)}">{escape(heading(figure.name))}</a>'
+        f'<span class="shows">{escape(figure.experiment.shows)}</span>'
+        f'<span class="signs">{"".join(sign(claim) for claim in figure.claims)}</span></li>'
     )
 
 
@@ -217,8 +217,7 @@ def _configs(names: Iterable[str], scale: Scale) -> dict[str, Any]:
     if any(name.startswith("runs/") for name in names):
         for lab in (Lab(SCALES["paper"]), Lab(scale)):
             for preset in PRESETS:
-                for variant in get_args(Variant):
-                    config = lab.config(preset, variant)
+                for config in (lab.config(preset), lab.as_written().config(preset)):
                     trained[f"runs/{runs.path_of(config).name}"] = config
     found = {}
     for name in names:

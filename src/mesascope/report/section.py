@@ -4,12 +4,14 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mesascope.experiments.base import AS_WRITTEN, Experiment
 from mesascope.experiments.lab import Scale
 from mesascope.experiments.panels import Curves, Drawing, Line, Maps, Panel
 from mesascope.experiments.reproduce import Outcome
@@ -26,26 +28,84 @@ def heading(name: str) -> str:
     return name
 
 
-def section(outcome: Outcome, root: Path, scale: Scale, models: Mapping[str, str]) -> str:
-    experiment, claims = outcome.experiment, outcome.claims
-    name = experiment.id
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What one section shows.
+
+    Attributes:
+        parts: a figure, and the same with models as the paper's text has them, as far as there are both.
+        panels: of all parts; curves of one letter are together, so that the reader can change over.
+    """
+
+    parts: tuple[Outcome, ...]
+    panels: tuple[Panel, ...]
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.parts[0].experiment
+
+    @property
+    def name(self) -> str:
+        return self.experiment.id
+
+    @property
+    def claims(self) -> list[dict[str, Any]]:
+        return [claim for part in self.parts for claim in part.claims]
+
+
+def together(outcomes: Sequence[Outcome]) -> list[Figure]:
+    """Sections in the order of the outcomes."""
+    parts: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        parts.setdefault(outcome.experiment.id.removesuffix(AS_WRITTEN), []).append(outcome)
+    return [Figure(parts=tuple(of), panels=_joined(of)) for of in parts.values()]
+
+
+def _joined(parts: Sequence[Outcome]) -> tuple[Panel, ...]:
+    panels = [_only(panel) if len(parts) == 1 else panel for panel in parts[0].panels]
+    for panel in (panel for part in parts[1:] for panel in part.panels):
+        places = [i for i, there in enumerate(panels) if there.letter == panel.letter]
+        there = panels[places[0]] if places else None
+        if isinstance(panel, Curves) and isinstance(there, Curves):
+            panels[places[0]] = replace(there, lines=(*there.lines, *panel.lines))
+        else:
+            panels.append(panel)
+    return tuple(panels)
+
+
+def _only(panel: Panel) -> Panel:
+    """Where there is nothing to change over to."""
+    if not isinstance(panel, Curves) or any(line.variant == "as_run" for line in panel.lines):
+        return panel
+    return replace(panel, lines=tuple(replace(line, variant="as_run") for line in panel.lines))
+
+
+def section(figure: Figure, root: Path, scale: Scale, models: Mapping[str, str]) -> str:
+    experiment, claims, name = figure.experiment, figure.claims, figure.name
     seen = "".join(f"<li>{_seen(claim)}</li>" for claim in claims)
-    panels = "".join(_panel(name, i, panel, claims) for i, panel in enumerate(outcome.panels))
-    command = f"mesascope reproduce {name} --preset {scale.name}"
-    minutes = experiment.minutes.get(scale.name)
-    time = f'<span class="minutes">about {number(minutes)} min</span>' if minutes else ""
+    panels = "".join(_panel(name, i, panel, claims) for i, panel in enumerate(figure.panels))
+    others = "".join(f'<span id="{anchor(part.experiment.id)}"></span>' for part in figure.parts[1:])
     return f"""
 <section class="figure" id="{anchor(name)}" data-figure="{escape(name)}" aria-labelledby="{anchor(name, "title")}">
 <header><p class="eyebrow">{escape(heading(name))}</p>
-<h2 id="{anchor(name, "title")}">{escape(experiment.shows)}</h2></header>
+<h2 id="{anchor(name, "title")}">{escape(experiment.shows)}</h2>{others}</header>
 <div class="prose"><div><h3>What the paper says</h3><p>{escape(experiment.says)}</p></div>
 <div><h3>What we see</h3><p class="summary">{summary(claims)}</p><ul class="seen">{seen}</ul></div></div>
-{_controls(outcome.panels)}
-<div class="panels" data-count="{min(len(outcome.panels), 7)}">{panels}</div>
-<footer><p class="command"><code>{escape(command)}</code>{time}</p>
-<p class="files">{_files(name, outcome, root, scale)}</p>
-<details><summary>How it was made</summary>{_pieces(outcome, models)}</details></footer>
+{_controls(figure.panels)}
+<div class="panels" data-count="{min(len(figure.panels), 7)}">{panels}</div>
+{"".join(_made(part, root, scale, models) for part in figure.parts)}
 </section>"""
+
+
+def _made(outcome: Outcome, root: Path, scale: Scale, models: Mapping[str, str]) -> str:
+    """How to compute it, its files, and what it was made from."""
+    name = outcome.experiment.id
+    minutes = outcome.experiment.minutes.get(scale.name)
+    time = f'<span class="minutes">about {number(minutes)} min</span>' if minutes else ""
+    command = f"mesascope reproduce {name} --preset {scale.name}"
+    return f"""<footer><p class="command"><code>{escape(command)}</code>{time}</p>
+<p class="files">{_files(name, outcome, root, scale)}</p>
+<details><summary>How it was made</summary>{_pieces(outcome, models)}</details></footer>"""
 
 
 def _seen(claim: Mapping[str, Any]) -> str:
