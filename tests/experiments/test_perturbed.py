@@ -18,7 +18,7 @@ WITHOUT_MODELS = {"fig1", "si-noise"}
 SMALL = dataclasses.replace(SCALES["released"], sequences=64, probe_sequences=1024, tune_steps=5)
 
 
-def figure(name: str, runs) -> tuple[Arrays, dict[str, float | None], set[str]]:
+def figure(name: str, runs) -> tuple[Arrays, dict[str, list[float | None]], set[str]]:
     """Arrays that depend on released models, claims if there are all arrays that they need, and those models."""
     experiment, arrays, others, used = experiments.experiment(name), {}, {}, set()
     lab = Lab(SMALL, runs=runs)
@@ -40,7 +40,10 @@ def figure(name: str, runs) -> tuple[Arrays, dict[str, float | None], set[str]]:
         )
     except KeyError:  # they need what is not released
         claims = []
-    return arrays, {claim.id: claim.to_dict(trained=True)["ours"] for claim in claims}, used
+    numbers = {
+        claim.id: [check["ours"] for check in claim.to_dict(trained=True)["checks"]] for claim in claims
+    }
+    return arrays, numbers, used
 
 
 def disturb(name: str) -> None:
