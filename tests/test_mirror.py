@@ -237,6 +237,42 @@ def test_a_store_that_is_out_of_reach(tmp_path, whole, elsewhere):
     assert contents(fit(CONFIG, runs=f"file://{tmp_path}/copy")) == contents(whole)
 
 
+@pytest.mark.faults
+def test_interrupted_while_the_last_files_are_sent(tmp_path, whole, elsewhere, monkeypatch):
+    """Ctrl-C at every file of the last upload, or a store that fails there: the same command sends what is here."""
+    put, left = mirror._put, 0
+
+    def cut(fs, source, target):
+        nonlocal left
+        if (run / "result.json").exists():
+            left -= 1
+            if left < 0 and error is None:
+                signal.raise_signal(signal.SIGINT)
+            elif left < 0 and error is not None:
+                raise error
+        put(fs, source, target)
+
+    for error in (None, OSError("503 slow down")):
+        for last in range(20):
+            elsewhere()
+            url = f"file://{tmp_path}/store-{last}-{error is None}"
+            run, left = runs.path_of(CONFIG, url), last
+            with monkeypatch.context() as patch:
+                patch.setattr(mirror, "_put", cut)
+                try:
+                    fit(CONFIG, runs=url, save_seconds=0.0)
+                except (KeyboardInterrupt, StoreError):
+                    pass
+                else:
+                    break
+            console = plain()
+            assert contents(fit(CONFIG, runs=url, console=console)) == contents(whole), last
+            assert "has already been trained" in console.export_text()
+            elsewhere()
+            assert contents(find("tiny", runs=url)) == contents(whole)
+        assert last > 3
+
+
 def hold(url: str):
     folder = runs.folder_of(CONFIG, url)
     return folder, folder.held(

@@ -170,6 +170,9 @@ class _Mirrored:
         self.path = directory(runs) / name
         self._copy = directory(runs) / ".seen" / name
         self._holder = b""
+        # Whether this machine may have what the store lacks: then the marker stays, and the next process of this folder
+        # goes on with what is here.
+        self._behind = False
         self._check: Callable[[], None] = lambda: None
         # A marker that is being written may read as nobody's.
         self._writing = threading.RLock()
@@ -268,14 +271,17 @@ class _Mirrored:
         if _read(self.path / HOLDER) != self._holder:
             (self.path / HOLDER).unlink(missing_ok=True)
             self._pull(self.path, lambda name: True)
+            self._behind = True
             store.write(self.path / HOLDER, self._holder)
         try:
             yield
         except BaseException:
             with suppress(StoreError):  # what it was that ended this is to be told
                 self.push()
+                self._behind = False
             raise
         self.push()
+        self._behind = False
 
     # Holding.
 
@@ -303,16 +309,11 @@ class _Mirrored:
             beats.start()
             try:
                 yield
-            except StoreError:  # not all of it could be sent: only this folder has it
-                raise
-            except BaseException:
-                self._release(over, beats)
-                raise
-            else:
-                self._release(over, beats)
             finally:
                 over.set()
                 beats.join()
+                if not self._behind:
+                    self._release()
 
     def is_held(self) -> bool:
         if store.is_locked(self.path):
@@ -347,7 +348,7 @@ class _Mirrored:
             found = self._marker()
             if found is not None and last and found.startswith(last):
                 # A process of this folder, which has ended: it had the lock that this one has now.
-                self._holder = last
+                self._holder, self._behind = last, True
                 return
             self._holder = uuid.uuid4().hex.encode()
             lives = False
@@ -373,9 +374,7 @@ class _Mirrored:
                 fs, root = _open(self.where)
                 fs.pipe_file(f"{root}/{MARKER}", self._holder + b" %d" % beats)
 
-    def _release(self, over: threading.Event, beats: threading.Thread) -> None:
-        over.set()
-        beats.join()
+    def _release(self) -> None:
         # Should the store be out of reach, the marker no longer changes.
         with suppress(StoreError), _reached(self.where):
             if self._is_ours():
