@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,9 @@ def test_a_kill_at_every_write(whole, tmp_path, monkeypatch):
     assert written >= {"config", "provenance", "checkpoint", "metrics", "weights", "timing", "result"}
     for folder in left:
         torn = Run(folder / run.path.name)
-        finished = torn.finished
+        assert not torn.finished or contents(torn) == contents(whole), folder
         assert fit(CONFIG, runs=folder) == torn
         assert contents(torn) == contents(whole), folder
-        assert not finished or contents(torn) == contents(whole)
         assert not list(torn.path.glob("**/.*.tmp"))
 
 
@@ -167,6 +167,37 @@ def test_a_clock_that_jumps(whole, tmp_path, when):
     assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
 
 
+def test_whoever_looks_is_in_nobodys_way(tmp_path):
+    """Asking whether a run is being trained, again and again, while one starts."""
+    over = threading.Event()
+
+    def look():
+        while not over.is_set():
+            store.is_locked(tmp_path)
+
+    looking = [threading.Thread(target=look) for _ in range(2)]
+    for thread in looking:
+        thread.start()
+    try:
+        for _ in range(500):
+            with store.locked(tmp_path, field="runs", doing="trained"):
+                pass
+    finally:
+        over.set()
+        for thread in looking:
+            thread.join()
+
+
+def test_a_checkpoint_that_is_kept_twice(tmp_path):
+    """As after a write of the next one that failed: nothing is left behind."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    store.write(a, b"x")
+    for _ in range(2):
+        store.keep_as(a, b)
+    assert sorted(tmp_path.iterdir()) == [a, b]
+    assert b.read_bytes() == b"x"
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 def test_two_processes_start_one_run(tmp_path):
@@ -217,6 +248,35 @@ def test_a_sweep_on_a_full_disk(tmp_path):
     assert freed.returncode == 0, freed.stdout + freed.stderr
     found = [contents(Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]
     assert found == undisturbed(pieces, tmp_path / "alone")
+
+
+def can_mount():
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt"]
+    return shutil.which("unshare") is not None and not subprocess.run(command, capture_output=True).returncode
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="this user may not mount anything")
+def test_a_sweep_on_a_disk_without_room_for_its_own_notes(tmp_path):
+    """A disk of 64 KiB: every piece is reported all the same, as failed, and by no traceback."""
+    path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "1500"))
+    (tmp_path / "runs").mkdir()
+    options = (path, "--runs", tmp_path / "runs", "--executor", "local:2", "--retries", "1")
+    mount = (
+        'mount -t tmpfs -o size=64k none "$0" && dd if=/dev/zero of="$0/full" bs=4k count=FULL && exec "$@"'
+    )
+    for full in (8, 16):  # some room, none at all
+        words = ["unshare", "-m", "sh", "-c", mount.replace("FULL", str(full)), tmp_path / "runs"]
+        stuck = subprocess.run(
+            [*map(str, words), *command(*options)],
+            capture_output=True, text=True, env=ENVIRONMENT, check=False,
+        )  # fmt: skip
+        told = stuck.stdout + stuck.stderr
+        assert stuck.returncode == 1, told
+        assert "could not write" in told
+        assert "0 done, 0 running, 0 waiting, 2 failed" in stuck.stdout, told
+        assert "Traceback" not in told
 
 
 @pytest.mark.faults
