@@ -254,7 +254,7 @@ class _Mirrored:
                     continue
                 # The same file under another name, as a checkpoint becomes the one before it.
                 twins = [other for other in record if record[other] == [there.get(other), here[name]]]
-                _put(fs, f"{root}/{twins[0]}" if twins else self.path / name, f"{root}/{name}")
+                _put(fs, self.path / name, f"{root}/{name}", f"{root}/{twins[0]}" if twins else None)
                 sent.append(name)
                 # Until it is known what the store calls the new one.
                 there.pop(name, None)
@@ -408,17 +408,24 @@ def _reached(url: str) -> Iterator[None]:
         raise StoreError(f"could not read or write {url}: {told}. The same command goes on.") from error
 
 
-def _put(fs: Any, source: str | Path, target: str) -> None:
-    """A file of this machine (a path) or of the store, under another name first: whoever looks sees the old target or
-    the new one."""
+def _put(fs: Any, source: Path, target: str, twin: str | None = None) -> None:
+    """A file of this machine, under another name first: whoever looks sees the old target or the new one. If the store
+    has the same file as `twin`, and can copy, nothing is sent."""
     folder, _, name = target.rpartition("/")
     fs.makedirs(folder, exist_ok=True)
     part = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
-    if isinstance(source, Path):
+    if twin is None or not _copy(fs, twin, part):
         fs.put_file(str(source), part)
-    else:
-        fs.cp_file(source, part)
     fs.mv(part, target)
+
+
+def _copy(fs: Any, source: str, target: str) -> bool:
+    """Within the store, if it can do that; sftp, ftp and smb cannot."""
+    try:
+        fs.cp_file(source, target)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _get(fs: Any, source: str, target: Path) -> None:
