@@ -25,9 +25,11 @@ from mesascope.runs import BusyError, Run, RunError, find, fit
 from mesascope.show import list_runs
 from mesascope.store import StoreError
 from mesascope.sweep import TrainingRun, read_spec, status, sweep
+from mesascope.sweep.pieces import Job
+from mesascope.sweep.worker import DONE, work
 from tests.test_faults import Stop
 from tests.test_runs import ENVIRONMENT, command, contents, last_step
-from tests.test_sweep import SPEC, Instant
+from tests.test_sweep import SPEC, Instant, wait_for
 from tests.test_sweep import command as sweep_command
 from tests.test_training import tiny
 
@@ -145,6 +147,27 @@ def test_a_run_at_a_url(url, whole, elsewhere):
     assert contents(fit(CONFIG, runs=url)) == contents(whole)
 
 
+def test_a_store_that_cannot_copy(tmp_path, whole, monkeypatch):
+    """As sftp, ftp and smb: what it has under another name is sent."""
+
+    kind = fsspec.get_filesystem_class("file")
+    copy, refused = kind.cp_file, []
+
+    def cannot(self, source, target, **options):
+        if str(source).startswith(f"{tmp_path}/store"):
+            refused.append(source)
+            raise NotImplementedError
+        return copy(self, source, target, **options)  # to and from this machine
+
+    monkeypatch.setattr(kind, "cp_file", cannot)
+    monkeypatch.setattr(kind, "get_file", lambda self, source, target: shutil.copyfile(source, target))
+    url = f"file://{tmp_path}/store"
+    stopped(url)
+    assert {"checkpoint.safetensors", "checkpoint.previous.safetensors"} <= there(url)
+    assert contents(fit(CONFIG, runs=url)) == contents(whole)
+    assert refused
+
+
 def test_a_directory_and_its_url_are_one_store(tmp_path, whole):
     fit(CONFIG, runs=f"file://{tmp_path}/store")
     assert contents(find("tiny", runs=tmp_path / "store")) == contents(whole)
@@ -242,7 +265,7 @@ def test_interrupted_while_the_last_files_are_sent(tmp_path, whole, elsewhere, m
     """Ctrl-C at every file of the last upload, or a store that fails there: the same command sends what is here."""
     put, left = mirror._put, 0
 
-    def cut(fs, source, target):
+    def cut(fs, source, target, twin=None):
         nonlocal left
         if (run / "result.json").exists():
             left -= 1
@@ -250,7 +273,7 @@ def test_interrupted_while_the_last_files_are_sent(tmp_path, whole, elsewhere, m
                 signal.raise_signal(signal.SIGINT)
             elif left < 0 and error is not None:
                 raise error
-        put(fs, source, target)
+        put(fs, source, target, twin)
 
     for error in (None, OSError("503 slow down")):
         for last in range(20):
@@ -396,6 +419,36 @@ def test_a_sweep_at_a_url(url, elsewhere):
     assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting"]
     assert "training diverged" in outcomes[1].told
     assert outcomes[2].told == "step 0 of 13"
+
+
+def test_the_log_is_sent_while_a_piece_is_done(url, monkeypatch):
+    """A process that is killed sends nothing any more."""
+
+    def wait(self, max_minutes, console):
+        wait_for(lambda: "log" in there(url), seconds=20)
+        return True
+
+    monkeypatch.setattr(TrainingRun, "do", wait)
+    assert work(Job(piece=TrainingRun(config=CONFIG, runs=url), attempt=1).to_text()) == DONE
+
+
+def test_a_sweep_whose_notes_cannot_be_sent(tmp_path, monkeypatch):
+    """What is done is done, and told."""
+    put, refused = mirror._put, []
+
+    def refuse(fs, source, target, twin=None):
+        if target.endswith("state.json"):
+            refused.append(target)
+            raise OSError("503 slow down")
+        put(fs, source, target, twin)
+
+    monkeypatch.setattr(mirror, "_put", refuse)
+    console = plain()
+    pieces = [TrainingRun(config=CONFIG, runs=f"file://{tmp_path}/store")]
+    (outcome,) = sweep(pieces, Instant(), console=console)
+    assert outcome.state == "done"
+    assert len(refused) == 2
+    assert "503 slow down" in console.export_text()
 
 
 @pytest.mark.slow

@@ -259,7 +259,7 @@ def fit(
     folder = folder_of(config, runs)
     run = Run(folder.path)
     progress = progress_on(console)
-    held = folder.held(field="runs", doing="trained", error=RunError, busy=BusyError, note=progress.note)
+    held = folder.held(field="runs", doing="trained", error=StoreError, busy=BusyError, note=progress.note)
     with held, folder.mirrored():
         if fresh:
             run._clear()

@@ -6,6 +6,7 @@ what it makes lies in directories that all machines share.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ class Running(Protocol):
 
     def ended(self) -> int | None:
         """How it ended (see `worker`), or None. A process that was killed has failed."""
+        ...
+
+    def why(self) -> str:
+        """If it ended without a word: what is known about that."""
         ...
 
     def stop(self) -> None:
@@ -103,7 +108,7 @@ class _Process:
         self.gpu = gpu
         environment = shares | dict(os.environ) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from mesascope.sweep.worker import main; main()"],
+            [sys.executable, "-c", "from mesascope.sweep.worker import main; main()", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -118,6 +123,10 @@ class _Process:
     def ended(self) -> int | None:
         status = self.process.poll()
         return FAILED if status is not None and status < 0 else status
+
+    def why(self) -> str:
+        status = self.process.poll() or 0
+        return f"ended by the signal {signal.Signals(-status).name}" if status < 0 else ""
 
     def stop(self) -> None:
         self.process.terminate()
@@ -139,12 +148,13 @@ class Ray:
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RunError(f"executor: cannot reach the Ray cluster ({error}).") from error
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
         # A process for each job: what JAX allocated goes with it. Retries are the driver's.
-        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1, num_gpus=gpus)(work)
+        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1)(work)
 
     def start(self, job: str) -> "_RayTask":
-        return _RayTask(self.ray, self.task.remote(job))
+        # Each time, for machines come and go.
+        gpus = 1 if self.ray.cluster_resources().get("GPU", 0) else 0
+        return _RayTask(self.ray, self.task.options(num_gpus=gpus).remote(job))
 
     def close(self) -> None:
         self.ray.shutdown()
@@ -154,6 +164,7 @@ class Ray:
 class _RayTask:
     def __init__(self, ray: Any, reference: Any):
         self.ray, self.reference = ray, reference
+        self.error = ""
 
     def ended(self) -> int | None:
         ready, _ = self.ray.wait([self.reference], timeout=0)
@@ -161,8 +172,12 @@ class _RayTask:
             return None
         try:
             return self.ray.get(self.reference)
-        except self.ray.exceptions.RayError:
+        except self.ray.exceptions.RayError as error:
+            self.error = _told(error)
             return FAILED
+
+    def why(self) -> str:
+        return self.error
 
     def stop(self) -> None:
         self.ray.cancel(self.reference, recursive=False)
@@ -198,14 +213,23 @@ class Slurm:
 class _SlurmJob:
     def __init__(self, job: Any):
         self.job = job
+        self.error = ""
 
     def ended(self) -> int | None:
         if not self.job.done():
             return None
         try:
             return self.job.result()
-        except Exception:  # whatever it was, the job is not done
+        except Exception as error:  # whatever it was, the job is not done
+            self.error = _told(error)
             return FAILED
+
+    def why(self) -> str:
+        return self.error
 
     def stop(self) -> None:
         self.job.cancel()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:4000]}"

@@ -145,7 +145,7 @@ class Job:
     max_minutes: float | None = None
 
     def to_text(self) -> str:
-        return json.dumps(store.to_dict(self))
+        return json.dumps(store.to_dict(self), allow_nan=False)
 
 
 def folder_of(piece: Piece) -> mirror.Folder:
