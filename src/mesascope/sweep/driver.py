@@ -72,8 +72,8 @@ def sweep(
     """Do all pieces that are not done yet.
 
     A piece whose process dies or is stopped, on whatever machine, is started again up to `retries` times, each time
-    after a longer pause, and goes on from its last checkpoint. One that cannot succeed (training diverges, say) or keeps
-    failing is reported, and the rest goes on. One that another process is at is looked at again later.
+    after a longer pause, and goes on from its last checkpoint. One that cannot succeed (training diverges, say) or
+    keeps failing is reported, and the rest goes on. One that another process is at is looked at again later.
 
     Args:
         max_minutes: stop cleanly after so many.
@@ -147,7 +147,8 @@ def _start(
     left = None if deadline is None else max(0.0, (deadline - time.monotonic()) / 60)
     job = Job(piece=piece, attempt=attempt, max_minutes=left)
     _tell(console, f"{piece.name}: started" + (f", attempt {attempt}" if attempt > 1 else ""))
-    return _Placed(piece, attempt, executor.start(job.to_text()))
+    avoid = _last_machine(folder_of(piece)) if attempt > 1 else ""
+    return _Placed(piece, attempt, executor.start(job.to_text(), avoid))
 
 
 def _settle(
@@ -156,7 +157,7 @@ def _settle(
     """What became of a piece; and if it is to be started again, which attempt that is and not before when."""
     piece, folder, now = at.piece, folder_of(at.piece), time.monotonic()
     try:
-        done = ended == DONE and piece.is_done
+        done = ended in (DONE, OUT_OF_TIME, STOPPED) and piece.is_done
         stands_at = piece.stands_at if ended in (OUT_OF_TIME, STOPPED) else ""
     except StoreError as error:
         _tell(console, f"{piece.name}: {error}")
@@ -279,12 +280,22 @@ def _read(folder: mirror.Folder) -> tuple[str, int]:
     return found["state"], found["attempts"]
 
 
+def _last_machine(folder: mirror.Folder) -> str:
+    """Where the last attempt was made, as the log has it."""
+    starts = [line for line in _lines(_log_of(folder)) if line.startswith("--- attempt")]
+    return starts[-1].rpartition(" ")[2] if starts else ""
+
+
 def _end_of(log: Path) -> str:
+    return "\n".join(line[:500] for line in _lines(log)[-LINES_OF_LOG:]) or "(there is no log)"
+
+
+def _lines(log: Path) -> list[str]:
+    """The last of them."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 2**14))
-            lines = file.read().decode(errors="replace").splitlines()
+            return file.read().decode(errors="replace").splitlines()
     except OSError:
-        return "(there is no log)"
-    return "\n".join(line[:500] for line in lines[-LINES_OF_LOG:])
+        return []

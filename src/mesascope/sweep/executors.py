@@ -41,8 +41,8 @@ class Executor(Protocol):
 
     slots: int | None
 
-    def start(self, job: str) -> Running:
-        """Begin with a job, or put it into the queue."""
+    def start(self, job: str, avoid: str = "") -> Running:
+        """Begin with a job, or put it into the queue; if there is a choice, not on that machine."""
         ...
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Local:
         self.shares = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if 0 < len(self.gpus) < slots else {}
         self.started: list[_Process] = []
 
-    def start(self, job: str) -> "_Process":
+    def start(self, job: str, avoid: str = "") -> "_Process":
         self.started = [process for process in self.started if process.ended() is None]
         busy = [process.gpu for process in self.started]
         gpu = min(self.gpus, key=busy.count, default=None)
@@ -149,15 +149,29 @@ class Ray:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RunError(f"executor: cannot reach the Ray cluster ({error}).") from error
         # A process for each job: what JAX allocated goes with it. Retries are the driver's.
-        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1)(work)
+        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1)(_work_in_ray)
 
-    def start(self, job: str) -> "_RayTask":
+    def start(self, job: str, avoid: str = "") -> "_RayTask":
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            NodeLabelSchedulingStrategy,
+            NotIn,
+        )
+
         # Each time, for machines come and go.
-        gpus = 1 if self.ray.cluster_resources().get("GPU", 0) else 0
-        return _RayTask(self.ray, self.task.options(num_gpus=gpus).remote(job))
+        options: dict[str, Any] = {"num_gpus": 1 if self.ray.cluster_resources().get("GPU", 0) else 0}
+        if avoid:
+            elsewhere = {"ray.io/node-id": NotIn(avoid)}
+            options["scheduling_strategy"] = NodeLabelSchedulingStrategy({}, soft=elsewhere)
+        return _RayTask(self.ray, self.task.options(**options).remote(job))
 
     def close(self) -> None:
         self.ray.shutdown()
+
+
+def _work_in_ray(job: str) -> int:
+    import ray  # pyright: ignore[reportMissingImports]
+
+    return work(job, machine=ray.get_runtime_context().get_node_id())
 
 
 @final
@@ -202,7 +216,8 @@ class Slurm:
         # (Its own default is five minutes.) SBATCH_TIMELIMIT has precedence; what it ends goes on from its checkpoint.
         self.submitit.update_parameters(name="mesascope", timeout_min=24 * 60)
 
-    def start(self, job: str) -> "_SlurmJob":
+    def start(self, job: str, avoid: str = "") -> "_SlurmJob":
+        # Slurm itself puts a machine that is down aside; --exclude would wait for ever where there is no other.
         return _SlurmJob(self.submitit.submit(work, job))
 
     def close(self) -> None:

@@ -20,8 +20,11 @@ DONE, FAILED, HOPELESS, BUSY, OUT_OF_TIME, STOPPED = 0, 1, 2, 69, 75, 130
 SECONDS_BETWEEN_LOGS = 10.0
 
 
-def work(text: str) -> int:
+def work(text: str, machine: str | None = None) -> int:
     """Do the job that is written here; the status says how it ended, the log why.
+
+    Args:
+        machine: what the executor calls this one, for the log.
 
     Raises:
         StoreError: the job cannot be read, or there can be no log.
@@ -43,7 +46,7 @@ def work(text: str) -> int:
         ):
             now = datetime.now(UTC).isoformat(timespec="seconds")
             print(
-                f"--- attempt {job.attempt}, {now}, process {os.getpid()} on {os.uname().nodename}",
+                f"--- attempt {job.attempt}, {now}, process {os.getpid()} on {machine or os.uname().nodename}",
                 flush=True,
             )
             try:
