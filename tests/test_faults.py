@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,8 +16,9 @@ from mesascope.cli import main
 from mesascope.runs import Run, RunError, fit
 from mesascope.sweep import read_spec, status
 from mesascope.tasks.text import Corpus
-from tests.test_runs import ENVIRONMENT, contents, finish, plain, start
-from tests.test_sweep import SPEC, command, spec, undisturbed
+from tests.test_runs import ENVIRONMENT, contents, finish, last_step, plain, start
+from tests.test_runs import command as train_command
+from tests.test_sweep import SPEC, command, spec, undisturbed, wait_for
 from tests.test_training import tiny
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
@@ -158,13 +160,74 @@ def test_damage_that_cannot_be_mended_is_named(whole, tmp_path):
 
 
 @pytest.mark.parametrize("when", [0, 2**31, 2**33])
-def test_a_clock_that_jumps(whole, tmp_path, when):
-    """Files from 1970, 2038 and 2242. Nothing is decided by the date of a file, nor by the time of day."""
+def test_files_from_another_time(whole, tmp_path, when):
+    """From 1970, 2038 and 2242."""
     run = halfway(tmp_path)
     for path in [run.path, *run.path.rglob("*")]:
         os.utime(path, (when, when))
     (run.path / "config.json").touch()
     assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
+
+
+# Each second it is 1996, today or 2056, for all that a process calls.
+JUMPING_CLOCK = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    struct timespec steady;
+    int failed = syscall(SYS_clock_gettime, clock, now);
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &steady);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += (steady.tv_sec % 3 - 1) * 946684800L;
+    return failed;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+@pytest.mark.parametrize("url", [False, True])
+def test_a_clock_that_jumps(tmp_path, url):
+    """While a run goes on, is killed and goes on again; in a directory and at a URL."""
+    (tmp_path / "clock.c").write_text(JUMPING_CLOCK)
+    library = str(tmp_path / "clock.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "clock.c")], check=True)
+    jumping = ENVIRONMENT | {"LD_PRELOAD": library, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    told = subprocess.run(
+        [sys.executable, "-c", "import time; a = time.time(); time.sleep(1); print(abs(time.time() - a))"],
+        capture_output=True, text=True, env=jumping, check=True,
+    )  # fmt: skip
+    assert float(told.stdout) > 1e8, "it jumps"
+    options = ("--train.steps", "60000", "--save-seconds", "0.05")
+    where = f"file://{tmp_path}/store" if url else str(tmp_path / "store")
+    words = [where if word == "WHERE" else word for word in train_command(*options, where=Path("WHERE"))]
+    killed = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=jumping)
+    wait_for(lambda: last_step(tmp_path / "store") > 0 or killed.poll() is not None)
+    killed.kill()
+    out, err = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, out + err
+    done = subprocess.run(words, capture_output=True, text=True, env=jumping, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on at step" in done.stdout
+    assert finish(*options, where=tmp_path / "whole").returncode == 0
+    a, b = (runs.find("linear-1", runs=tmp_path / name) for name in ("store", "whole"))
+    assert contents(a) == contents(b)
 
 
 def test_whoever_looks_is_in_nobodys_way(tmp_path):

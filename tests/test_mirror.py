@@ -316,7 +316,7 @@ def test_one_of_two_machines_trains(url, elsewhere):
     assert fit(CONFIG, runs=url).finished
 
 
-def test_a_machine_that_was_silent_for_too_long(url, whole, elsewhere):
+def test_a_run_that_was_taken_over(url, whole, elsewhere):
     """Its run was taken over, and it may not send anything any more."""
 
     def too_late() -> None:
@@ -346,6 +346,13 @@ def test_urls_that_cannot_be_opened(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ValueError, match=r"runs: s3://a/b/tiny.* needs `pip install mesascope\[remote\]`"):
         fit(CONFIG, runs="s3://a/b")
+
+
+def test_passwords_are_not_kept(tmp_path, monkeypatch):
+    words = ["mesascope", "train", "tiny", "--runs", "sftp://user:p@ss@host/runs"]
+    monkeypatch.setattr(sys, "argv", words)
+    run = fit(tiny(), runs=tmp_path)
+    assert run.provenance["command"] == [*words[:-1], "sftp://host/runs"]
 
 
 def test_names_that_lead_elsewhere_are_not_followed(tmp_path, monkeypatch):
@@ -403,7 +410,7 @@ def test_a_sweep_at_a_url(url, elsewhere):
     failing = TrainingRun(config=config, runs=url)
 
     class Elsewhere(Instant):
-        def start(self, job):
+        def start(self, job, avoid=""):
             here = os.environ["XDG_CACHE_HOME"]
             elsewhere()
             try:
@@ -419,6 +426,8 @@ def test_a_sweep_at_a_url(url, elsewhere):
     assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting"]
     assert "training diverged" in outcomes[1].told
     assert outcomes[2].told == "step 0 of 13"
+    copies = {path.name for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.safetensors")}
+    assert not copies, "how far a run is can be told without its checkpoints"
 
 
 def test_the_log_is_sent_while_a_piece_is_done(url, monkeypatch):
@@ -466,6 +475,41 @@ def test_a_sweep_at_a_url_from_the_command_line(tmp_path):
         assert contents(a) == contents(b)
 
 
+def started(where, *options):
+    """Training, on the machine where one is."""
+    environment = ENVIRONMENT | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    words = [str(where) if word == "WHERE" else word for word in command(*options, where=Path("WHERE"))]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_machine_that_was_silent_for_too_long(tmp_path, elsewhere):
+    """SIGSTOP, until another machine has gone on with its run; then SIGCONT: it may not send anything any more."""
+    url, options = f"file://{tmp_path}/store", ("--train.steps", "60000", "--save-seconds", "2")
+    silent = started(url, *options)
+    wait_for(lambda: last_step(tmp_path / "store") > 0 or silent.poll() is not None)
+    time.sleep(1)  # so that it is not in the middle of sending
+    silent.send_signal(signal.SIGSTOP)
+    try:
+        before = last_step(tmp_path / "store")
+        elsewhere()
+        other = started(url, *options)
+        wait_for(lambda: last_step(tmp_path / "store") > before or other.poll() is not None)
+    finally:
+        silent.send_signal(signal.SIGCONT)
+    out, err = silent.communicate(timeout=300)
+    assert silent.returncode == 1, out + err
+    assert "is being trained by another process" in err
+    out, err = other.communicate(timeout=300)
+    assert other.returncode == 0, out + err
+    assert "looking whether by a process that lives" in out
+    assert "going on at step" in out
+    started(tmp_path / "whole", *options).communicate(timeout=300)
+    a, b = (find("linear-1", runs=tmp_path / where) for where in ("store", "whole"))
+    assert contents(a) == contents(b)
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
@@ -473,15 +517,8 @@ def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
     options = ("--train.steps", "30000", "--save-seconds", "0.05")
     url = f"file://{tmp_path}/store"
 
-    def started(where):
-        environment = ENVIRONMENT | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-        words = [str(where) if word == "WHERE" else word for word in command(*options, where=Path("WHERE"))]
-        return subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-
     for kill in range(3):
-        process, before = started(url), last_step(tmp_path / "store")
+        process, before = started(url, *options), last_step(tmp_path / "store")
         for _ in range(1800):
             time.sleep(0.1)
             if last_step(tmp_path / "store") > before:
@@ -492,12 +529,12 @@ def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
         assert process.returncode == -signal.SIGKILL
         if kill != 1:  # the third goes on where the second was
             elsewhere()
-    process = started(url)
+    process = started(url, *options)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert "looking whether by a process that lives" in out
     assert "going on at step" in out
-    alone = started(tmp_path / "whole")
+    alone = started(tmp_path / "whole", *options)
     alone.communicate(timeout=300)
     a, b = (find("linear-1", runs=tmp_path / where) for where in ("store", "whole"))
     assert contents(a) == contents(b)
