@@ -402,6 +402,12 @@ def test_what_is_tuned_is_shared(url, elsewhere):
     assert Lab(SCALES["smoke"], runs=url).still_holds(lab.about())
 
 
+class StopAtFive(Stop):
+    def log(self, step, metrics):
+        if step == 5:
+            raise KeyboardInterrupt
+
+
 def test_a_sweep_at_a_url(url, elsewhere):
     """The driver on one machine, workers on others: what is done, how far the rest is, and why something failed."""
     done, late = (TrainingRun(config=tiny(steps=n), runs=url, save_seconds=0.0) for n in (12, 13))
@@ -418,14 +424,17 @@ def test_a_sweep_at_a_url(url, elsewhere):
             finally:
                 os.environ["XDG_CACHE_HOME"] = here
 
-    assert not late.do(0.0, plain())
+    with pytest.raises(KeyboardInterrupt):
+        fit(late.config, runs=url, sinks=[StopAtFive])
     outcomes = sweep([done, failing], Elsewhere(), retries=0, console=plain())
     assert [outcome.state for outcome in outcomes] == ["done", "failed"]
     elsewhere()
-    outcomes = status([done, failing, late])
-    assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting"]
+    never = TrainingRun(config=tiny(steps=14), runs=url)
+    outcomes = status([done, failing, late, never])
+    assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting", "waiting"]
     assert "training diverged" in outcomes[1].told
-    assert outcomes[2].told == "step 0 of 13"
+    assert outcomes[2].told == "step 5 of 13"
+    assert outcomes[3].told == "step 0 of 14"
     copies = {path.name for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.safetensors")}
     assert not copies, "how far a run is can be told without its checkpoints"
 

@@ -541,6 +541,19 @@ def test_a_killed_driver(tmp_path):
     assert found == undisturbed(pieces, tmp_path / "alone")
 
 
+def test_a_worker_whose_driver_died_before_it_began(tmp_path):
+    """It does not train on for nobody."""
+    piece = small(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    orphan = subprocess.run(
+        [sys.executable, "-c", "from mesascope.sweep.worker import main; main()", str(gone.pid)],
+        input=Job(piece=piece, attempt=1).to_text(), text=True, env=ENVIRONMENT, check=False, timeout=120,
+    )  # fmt: skip
+    assert orphan.returncode == -signal.SIGTERM
+    assert not piece.is_done
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupted", "out of time"])

@@ -62,14 +62,17 @@ class TrainingRun:
     @property
     def stands_at(self) -> str:
         """How far it is: by its last checkpoint, or at a URL, for those are large, by its last evaluation."""
-        folder = self._folder
-        if not mirror.is_url(self.runs):
-            step = Run(folder.path).step
-        else:
-            folder.fetch("config.json")
-            steps = Run(folder.fetch("metrics.jsonl").parent).metrics()["step"]
-            step = int(steps[-1]) if len(steps) else 0
+        step = self._last_evaluation if mirror.is_url(self.runs) else Run(self._folder.path).step
         return f"step {step:,} of {self.config.train.steps:,}"
+
+    @property
+    def _last_evaluation(self) -> int:
+        log = self._folder.fetch("metrics.jsonl")
+        self._folder.fetch("config.json")
+        try:
+            return int(Run(log.parent).metrics()["step"][-1])
+        except (StoreError, LookupError):  # none yet, or damaged, which whoever goes on with it is told
+            return 0
 
     def do(self, max_minutes: float | None, console: Console) -> bool:
         """Train, or go on; False if it was stopped before the end."""
