@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from mesascope.cli import main
 from mesascope.runs import Run, RunError, fit
 from mesascope.sweep import read_spec, status
 from mesascope.tasks.text import Corpus
-from tests.test_runs import ENVIRONMENT, contents, finish, plain, start
-from tests.test_sweep import SPEC, command, spec, undisturbed
+from tests.test_runs import ENVIRONMENT, contents, finish, last_step, plain, start
+from tests.test_runs import command as train_command
+from tests.test_sweep import SPEC, command, spec, undisturbed, wait_for
 from tests.test_training import tiny
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
@@ -78,10 +81,9 @@ def test_a_kill_at_every_write(whole, tmp_path, monkeypatch):
     assert written >= {"config", "provenance", "checkpoint", "metrics", "weights", "timing", "result"}
     for folder in left:
         torn = Run(folder / run.path.name)
-        finished = torn.finished
+        assert not torn.finished or contents(torn) == contents(whole), folder
         assert fit(CONFIG, runs=folder) == torn
         assert contents(torn) == contents(whole), folder
-        assert not finished or contents(torn) == contents(whole)
         assert not list(torn.path.glob("**/.*.tmp"))
 
 
@@ -158,13 +160,105 @@ def test_damage_that_cannot_be_mended_is_named(whole, tmp_path):
 
 
 @pytest.mark.parametrize("when", [0, 2**31, 2**33])
-def test_a_clock_that_jumps(whole, tmp_path, when):
-    """Files from 1970, 2038 and 2242. Nothing is decided by the date of a file, nor by the time of day."""
+def test_files_from_another_time(whole, tmp_path, when):
+    """From 1970, 2038 and 2242."""
     run = halfway(tmp_path)
     for path in [run.path, *run.path.rglob("*")]:
         os.utime(path, (when, when))
     (run.path / "config.json").touch()
     assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
+
+
+# Each second it is 1996, today or 2056, for all that a process calls.
+JUMPING_CLOCK = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    struct timespec steady;
+    int failed = syscall(SYS_clock_gettime, clock, now);
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &steady);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += (steady.tv_sec % 3 - 1) * 946684800L;
+    return failed;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+@pytest.mark.parametrize("url", [False, True])
+def test_a_clock_that_jumps(tmp_path, url):
+    """While a run goes on, is killed and goes on again; in a directory and at a URL."""
+    (tmp_path / "clock.c").write_text(JUMPING_CLOCK)
+    library = str(tmp_path / "clock.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "clock.c")], check=True)
+    jumping = ENVIRONMENT | {"LD_PRELOAD": library, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    told = subprocess.run(
+        [sys.executable, "-c", "import time; a = time.time(); time.sleep(1); print(abs(time.time() - a))"],
+        capture_output=True, text=True, env=jumping, check=True,
+    )  # fmt: skip
+    assert float(told.stdout) > 1e8, "it jumps"
+    options = ("--train.steps", "60000", "--save-seconds", "0.05")
+    where = f"file://{tmp_path}/store" if url else str(tmp_path / "store")
+    words = [where if word == "WHERE" else word for word in train_command(*options, where=Path("WHERE"))]
+    killed = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=jumping)
+    wait_for(lambda: last_step(tmp_path / "store") > 0 or killed.poll() is not None)
+    killed.kill()
+    out, err = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, out + err
+    done = subprocess.run(words, capture_output=True, text=True, env=jumping, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on at step" in done.stdout
+    assert finish(*options, where=tmp_path / "whole").returncode == 0
+    a, b = (runs.find("linear-1", runs=tmp_path / name) for name in ("store", "whole"))
+    assert contents(a) == contents(b)
+
+
+def test_whoever_looks_is_in_nobodys_way(tmp_path):
+    """Asking whether a run is being trained, again and again, while one starts."""
+    over = threading.Event()
+
+    def look():
+        while not over.is_set():
+            store.is_locked(tmp_path)
+
+    looking = [threading.Thread(target=look) for _ in range(2)]
+    for thread in looking:
+        thread.start()
+    try:
+        for _ in range(500):
+            with store.locked(tmp_path, field="runs", doing="trained"):
+                pass
+    finally:
+        over.set()
+        for thread in looking:
+            thread.join()
+
+
+def test_a_checkpoint_that_is_kept_twice(tmp_path):
+    """As after a write of the next one that failed: nothing is left behind."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    store.write(a, b"x")
+    for _ in range(2):
+        store.keep_as(a, b)
+    assert sorted(tmp_path.iterdir()) == [a, b]
+    assert b.read_bytes() == b"x"
 
 
 @pytest.mark.faults
@@ -217,6 +311,35 @@ def test_a_sweep_on_a_full_disk(tmp_path):
     assert freed.returncode == 0, freed.stdout + freed.stderr
     found = [contents(Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]
     assert found == undisturbed(pieces, tmp_path / "alone")
+
+
+def can_mount():
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt"]
+    return shutil.which("unshare") is not None and not subprocess.run(command, capture_output=True).returncode
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="this user may not mount anything")
+def test_a_sweep_on_a_disk_without_room_for_its_own_notes(tmp_path):
+    """A disk of 64 KiB: every piece is reported all the same, as failed, and by no traceback."""
+    path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "1500"))
+    (tmp_path / "runs").mkdir()
+    options = (path, "--runs", tmp_path / "runs", "--executor", "local:2", "--retries", "1")
+    mount = (
+        'mount -t tmpfs -o size=64k none "$0" && dd if=/dev/zero of="$0/full" bs=4k count=FULL && exec "$@"'
+    )
+    for full in (8, 16):  # some room, none at all
+        words = ["unshare", "-m", "sh", "-c", mount.replace("FULL", str(full)), tmp_path / "runs"]
+        stuck = subprocess.run(
+            [*map(str, words), *command(*options)],
+            capture_output=True, text=True, env=ENVIRONMENT, check=False,
+        )  # fmt: skip
+        told = stuck.stdout + stuck.stderr
+        assert stuck.returncode == 1, told
+        assert "could not write" in told
+        assert "0 done, 0 running, 0 waiting, 2 failed" in stuck.stdout, told
+        assert "Traceback" not in told
 
 
 @pytest.mark.faults

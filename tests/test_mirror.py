@@ -25,9 +25,11 @@ from mesascope.runs import BusyError, Run, RunError, find, fit
 from mesascope.show import list_runs
 from mesascope.store import StoreError
 from mesascope.sweep import TrainingRun, read_spec, status, sweep
+from mesascope.sweep.pieces import Job
+from mesascope.sweep.worker import DONE, work
 from tests.test_faults import Stop
 from tests.test_runs import ENVIRONMENT, command, contents, last_step
-from tests.test_sweep import SPEC, Instant
+from tests.test_sweep import SPEC, Instant, wait_for
 from tests.test_sweep import command as sweep_command
 from tests.test_training import tiny
 
@@ -145,6 +147,27 @@ def test_a_run_at_a_url(url, whole, elsewhere):
     assert contents(fit(CONFIG, runs=url)) == contents(whole)
 
 
+def test_a_store_that_cannot_copy(tmp_path, whole, monkeypatch):
+    """As sftp, ftp and smb: what it has under another name is sent."""
+
+    kind = fsspec.get_filesystem_class("file")
+    copy, refused = kind.cp_file, []
+
+    def cannot(self, source, target, **options):
+        if str(source).startswith(f"{tmp_path}/store"):
+            refused.append(source)
+            raise NotImplementedError
+        return copy(self, source, target, **options)  # to and from this machine
+
+    monkeypatch.setattr(kind, "cp_file", cannot)
+    monkeypatch.setattr(kind, "get_file", lambda self, source, target: shutil.copyfile(source, target))
+    url = f"file://{tmp_path}/store"
+    stopped(url)
+    assert {"checkpoint.safetensors", "checkpoint.previous.safetensors"} <= there(url)
+    assert contents(fit(CONFIG, runs=url)) == contents(whole)
+    assert refused
+
+
 def test_a_directory_and_its_url_are_one_store(tmp_path, whole):
     fit(CONFIG, runs=f"file://{tmp_path}/store")
     assert contents(find("tiny", runs=tmp_path / "store")) == contents(whole)
@@ -237,6 +260,42 @@ def test_a_store_that_is_out_of_reach(tmp_path, whole, elsewhere):
     assert contents(fit(CONFIG, runs=f"file://{tmp_path}/copy")) == contents(whole)
 
 
+@pytest.mark.faults
+def test_interrupted_while_the_last_files_are_sent(tmp_path, whole, elsewhere, monkeypatch):
+    """Ctrl-C at every file of the last upload, or a store that fails there: the same command sends what is here."""
+    put, left = mirror._put, 0
+
+    def cut(fs, source, target, twin=None):
+        nonlocal left
+        if (run / "result.json").exists():
+            left -= 1
+            if left < 0 and error is None:
+                signal.raise_signal(signal.SIGINT)
+            elif left < 0 and error is not None:
+                raise error
+        put(fs, source, target, twin)
+
+    for error in (None, OSError("503 slow down")):
+        for last in range(20):
+            elsewhere()
+            url = f"file://{tmp_path}/store-{last}-{error is None}"
+            run, left = runs.path_of(CONFIG, url), last
+            with monkeypatch.context() as patch:
+                patch.setattr(mirror, "_put", cut)
+                try:
+                    fit(CONFIG, runs=url, save_seconds=0.0)
+                except (KeyboardInterrupt, StoreError):
+                    pass
+                else:
+                    break
+            console = plain()
+            assert contents(fit(CONFIG, runs=url, console=console)) == contents(whole), last
+            assert "has already been trained" in console.export_text()
+            elsewhere()
+            assert contents(find("tiny", runs=url)) == contents(whole)
+        assert last > 3
+
+
 def hold(url: str):
     folder = runs.folder_of(CONFIG, url)
     return folder, folder.held(
@@ -257,7 +316,7 @@ def test_one_of_two_machines_trains(url, elsewhere):
     assert fit(CONFIG, runs=url).finished
 
 
-def test_a_machine_that_was_silent_for_too_long(url, whole, elsewhere):
+def test_a_run_that_was_taken_over(url, whole, elsewhere):
     """Its run was taken over, and it may not send anything any more."""
 
     def too_late() -> None:
@@ -287,6 +346,13 @@ def test_urls_that_cannot_be_opened(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ValueError, match=r"runs: s3://a/b/tiny.* needs `pip install mesascope\[remote\]`"):
         fit(CONFIG, runs="s3://a/b")
+
+
+def test_passwords_are_not_kept(tmp_path, monkeypatch):
+    words = ["mesascope", "train", "tiny", "--runs", "sftp://user:p@ss@host/runs"]
+    monkeypatch.setattr(sys, "argv", words)
+    run = fit(tiny(), runs=tmp_path)
+    assert run.provenance["command"] == [*words[:-1], "sftp://host/runs"]
 
 
 def test_names_that_lead_elsewhere_are_not_followed(tmp_path, monkeypatch):
@@ -336,6 +402,12 @@ def test_what_is_tuned_is_shared(url, elsewhere):
     assert Lab(SCALES["smoke"], runs=url).still_holds(lab.about())
 
 
+class StopAtFive(Stop):
+    def log(self, step, metrics):
+        if step == 5:
+            raise KeyboardInterrupt
+
+
 def test_a_sweep_at_a_url(url, elsewhere):
     """The driver on one machine, workers on others: what is done, how far the rest is, and why something failed."""
     done, late = (TrainingRun(config=tiny(steps=n), runs=url, save_seconds=0.0) for n in (12, 13))
@@ -344,7 +416,7 @@ def test_a_sweep_at_a_url(url, elsewhere):
     failing = TrainingRun(config=config, runs=url)
 
     class Elsewhere(Instant):
-        def start(self, job):
+        def start(self, job, avoid=""):
             here = os.environ["XDG_CACHE_HOME"]
             elsewhere()
             try:
@@ -352,14 +424,49 @@ def test_a_sweep_at_a_url(url, elsewhere):
             finally:
                 os.environ["XDG_CACHE_HOME"] = here
 
-    assert not late.do(0.0, plain())
+    with pytest.raises(KeyboardInterrupt):
+        fit(late.config, runs=url, sinks=[StopAtFive])
     outcomes = sweep([done, failing], Elsewhere(), retries=0, console=plain())
     assert [outcome.state for outcome in outcomes] == ["done", "failed"]
     elsewhere()
-    outcomes = status([done, failing, late])
-    assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting"]
+    never = TrainingRun(config=tiny(steps=14), runs=url)
+    outcomes = status([done, failing, late, never])
+    assert [outcome.state for outcome in outcomes] == ["done", "failed", "waiting", "waiting"]
     assert "training diverged" in outcomes[1].told
-    assert outcomes[2].told == "step 0 of 13"
+    assert outcomes[2].told == "step 5 of 13"
+    assert outcomes[3].told == "step 0 of 14"
+    copies = {path.name for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.safetensors")}
+    assert not copies, "how far a run is can be told without its checkpoints"
+
+
+def test_the_log_is_sent_while_a_piece_is_done(url, monkeypatch):
+    """A process that is killed sends nothing any more."""
+
+    def wait(self, max_minutes, console):
+        wait_for(lambda: "log" in there(url), seconds=20)
+        return True
+
+    monkeypatch.setattr(TrainingRun, "do", wait)
+    assert work(Job(piece=TrainingRun(config=CONFIG, runs=url), attempt=1).to_text()) == DONE
+
+
+def test_a_sweep_whose_notes_cannot_be_sent(tmp_path, monkeypatch):
+    """What is done is done, and told."""
+    put, refused = mirror._put, []
+
+    def refuse(fs, source, target, twin=None):
+        if target.endswith("state.json"):
+            refused.append(target)
+            raise OSError("503 slow down")
+        put(fs, source, target, twin)
+
+    monkeypatch.setattr(mirror, "_put", refuse)
+    console = plain()
+    pieces = [TrainingRun(config=CONFIG, runs=f"file://{tmp_path}/store")]
+    (outcome,) = sweep(pieces, Instant(), console=console)
+    assert outcome.state == "done"
+    assert len(refused) == 2
+    assert "503 slow down" in console.export_text()
 
 
 @pytest.mark.slow
@@ -377,6 +484,41 @@ def test_a_sweep_at_a_url_from_the_command_line(tmp_path):
         assert contents(a) == contents(b)
 
 
+def started(where, *options):
+    """Training, on the machine where one is."""
+    environment = ENVIRONMENT | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    words = [str(where) if word == "WHERE" else word for word in command(*options, where=Path("WHERE"))]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_machine_that_was_silent_for_too_long(tmp_path, elsewhere):
+    """SIGSTOP, until another machine has gone on with its run; then SIGCONT: it may not send anything any more."""
+    url, options = f"file://{tmp_path}/store", ("--train.steps", "60000", "--save-seconds", "2")
+    silent = started(url, *options)
+    wait_for(lambda: last_step(tmp_path / "store") > 0 or silent.poll() is not None)
+    time.sleep(1)  # so that it is not in the middle of sending
+    silent.send_signal(signal.SIGSTOP)
+    try:
+        before = last_step(tmp_path / "store")
+        elsewhere()
+        other = started(url, *options)
+        wait_for(lambda: last_step(tmp_path / "store") > before or other.poll() is not None)
+    finally:
+        silent.send_signal(signal.SIGCONT)
+    out, err = silent.communicate(timeout=300)
+    assert silent.returncode == 1, out + err
+    assert "is being trained by another process" in err
+    out, err = other.communicate(timeout=300)
+    assert other.returncode == 0, out + err
+    assert "looking whether by a process that lives" in out
+    assert "going on at step" in out
+    started(tmp_path / "whole", *options).communicate(timeout=300)
+    a, b = (find("linear-1", runs=tmp_path / where) for where in ("store", "whole"))
+    assert contents(a) == contents(b)
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
@@ -384,15 +526,8 @@ def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
     options = ("--train.steps", "30000", "--save-seconds", "0.05")
     url = f"file://{tmp_path}/store"
 
-    def started(where):
-        environment = ENVIRONMENT | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-        words = [str(where) if word == "WHERE" else word for word in command(*options, where=Path("WHERE"))]
-        return subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-
     for kill in range(3):
-        process, before = started(url), last_step(tmp_path / "store")
+        process, before = started(url, *options), last_step(tmp_path / "store")
         for _ in range(1800):
             time.sleep(0.1)
             if last_step(tmp_path / "store") > before:
@@ -403,12 +538,12 @@ def test_killed_and_gone_on_with_elsewhere(tmp_path, elsewhere):
         assert process.returncode == -signal.SIGKILL
         if kill != 1:  # the third goes on where the second was
             elsewhere()
-    process = started(url)
+    process = started(url, *options)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert "looking whether by a process that lives" in out
     assert "going on at step" in out
-    alone = started(tmp_path / "whole")
+    alone = started(tmp_path / "whole", *options)
     alone.communicate(timeout=300)
     a, b = (find("linear-1", runs=tmp_path / where) for where in ("store", "whole"))
     assert contents(a) == contents(b)

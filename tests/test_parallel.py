@@ -37,11 +37,15 @@ def started(where, *extra, number=0, count=1, port=0, devices=1, what=TRAIN):
     )  # fmt: skip
 
 
-def together(where, *extra, devices=1, what=TRAIN):
-    """Two processes, and how they ended."""
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def together(where, *extra, devices=1, what=TRAIN):
+    """Two processes, and how they ended."""
+    port = free_port()
     return [
         started(where, *extra, "--data-parallel", number=i, count=2, port=port, devices=devices, what=what)
         for i in range(2)
@@ -74,6 +78,24 @@ def test_eight_devices_and_two_processes_are_as_one(tmp_path):
     # Asked for again, it is there, and both end.
     told = finished(together(tmp_path / "two", *steps, devices=2))
     assert "has already been trained" in told[0][0]
+
+
+@pytest.mark.slow
+def test_processes_that_share_no_disk(tmp_path):
+    """Only the first has the run; all know whether it was trained to its end, the second time too."""
+    for minutes, ends in (("0", [75, 75]), ("60", [0, 0]), ("60", [0, 0])):
+        port = free_port()
+        both = [
+            started(
+                tmp_path / str(i), "--train.steps", "500", "--max-minutes", minutes, "--data-parallel",
+                number=i, count=2, port=port,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        told = [process.communicate(timeout=900) for process in both]
+        assert [process.returncode for process in both] == ends, told
+    assert runs.find("linear-1", runs=tmp_path / "0").finished
+    assert not list((tmp_path / "1").glob("linear-1*/result.json"))
 
 
 @pytest.mark.faults

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from mesascope.runs import RunError
 from mesascope.store import StoreError
 from mesascope.sweep import FigurePiece, TrainingRun, driver, executor, read_spec, report, status, sweep
 from mesascope.sweep.pieces import Job, figure_pieces, folder_of
-from mesascope.sweep.worker import BUSY, DONE, HOPELESS, OUT_OF_TIME, STOPPED, work
+from mesascope.sweep.worker import BUSY, DONE, FAILED, HOPELESS, OUT_OF_TIME, STOPPED, work
 from tests.test_runs import contents
 from tests.test_training import tiny
 
@@ -86,8 +87,11 @@ def test_every_combination(tmp_path):
         ('presets = ["linear-1"]\nvariants = ["as_meant"]', "variants: expected as_run or as_written"),
         ('presets = ["linear-1"]\n[set]\n"train.stepps" = 3', "has no field 'train.stepps'"),
         ('presets = ["linear-1"]\n[set]\n"train.steps" = nan', "not JSON compliant"),
+        ('presets = ["linear-1"]\n[set]\n"train.optimizer.rate.peak" = "Infinity"', "expected float, got 'Infinity'"),
+        ('presets = ["linear-1"]\n[set]\n"train.optimizer.rate.peak" = "1e999"', "expected float, got '1e999'"),
         ('presets = ["linear-1"]\n[set]\n"train.steps" = 2020-01-01', "date is not JSON serializable"),
         ('presets = ["linear-1"]\n[set]\n"name" = "../x"', "name: expected letters"),
+        ('presets = ["lm-2-mesa"]', r'lm-2-mesa is a language model: say where its text lies, data = "FOLDER"'),
         ("presets = []", "expected 1 to 10,000 runs, got 0"),
     ],
 )  # fmt: skip
@@ -158,7 +162,7 @@ class Instant:
     def __init__(self, *ends):
         self.ends, self.started = list(ends), []
 
-    def start(self, job):
+    def start(self, job, avoid=""):
         self.started.append(json.loads(job))
         end = self.ends.pop(0) if self.ends else None
         return Ended(work(job) if end is None else end)
@@ -174,16 +178,20 @@ class Ended:
     def ended(self):
         return self.status
 
+    def why(self):
+        return "the node is gone" if self.status == FAILED else ""
+
     def stop(self):
         pass
 
 
 def test_what_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "SECONDS_WHILE_BUSY", 0.0)
+    monkeypatch.setattr(driver, "SECONDS_BEFORE_A_RETRY", 0.0)
     first, second, third = small(tmp_path), small(tmp_path, steps=13), small(tmp_path, steps=14)
     console = plain()
     # The first is killed once, is busy once and then done; the second cannot succeed; the third keeps being stopped.
-    place = Instant(1, 2, STOPPED, BUSY, 1, None, 1)
+    place = Instant(1, 2, STOPPED, BUSY, OUT_OF_TIME, None, 1)
     outcomes = sweep([first, second, third], place, retries=2, console=console)
     assert [(o.state, o.attempts) for o in outcomes] == [("done", 2), ("failed", 1), ("failed", 3)]
     told = console.export_text()
@@ -191,6 +199,8 @@ def test_what_is_tried_again(tmp_path, monkeypatch):
     assert "another process is at it" in told
     assert told.count("failed; the rest goes on") == 2
     assert [job["attempt"] for job in place.started] == [1, 1, 1, 2, 2, 2, 3]
+    assert "the node is gone" in (folder_of(first).path / "log").read_text(), "what only the executor knows"
+    assert outcomes[2].told.endswith("the node is gone")
     console = plain()
     report(status([first, second, third]), console)
     told = console.export_text()
@@ -201,10 +211,99 @@ def test_what_is_tried_again(tmp_path, monkeypatch):
     assert [(o.state, o.attempts) for o in outcomes] == [("done", 2), ("failed", 1)]
 
 
+def test_retries_wait_longer_each_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "SECONDS_BEFORE_A_RETRY", 0.5)
+    began = []
+
+    class Timed(Instant):
+        def start(self, job, avoid=""):
+            began.append(time.monotonic())
+            return super().start(job)
+
+    sweep([small(tmp_path)], Timed(1, 1, 1), retries=2, console=plain())
+    assert began[1] - began[0] >= 0.5
+    assert began[2] - began[1] >= 1.0
+
+
+def test_a_folder_that_one_machine_cannot_write_to(tmp_path, monkeypatch):
+    """Another may: it is tried again."""
+    monkeypatch.setattr(driver, "SECONDS_BEFORE_A_RETRY", 0.0)
+    piece = small(tmp_path)
+    path = runs.path_of(piece.config, tmp_path)
+    path.write_text("no folder")
+
+    class Elsewhere(Instant):
+        def start(self, job, avoid=""):
+            running = super().start(job)
+            if path.is_file():
+                path.unlink()
+            return running
+
+    (outcome,) = sweep([piece], Elsewhere(), console=plain())
+    assert (outcome.state, outcome.attempts) == ("done", 2)
+    assert f"cannot write to {path}" in (folder_of(piece).path / "log").read_text()
+
+
+class Patient:
+    """A job that ends when it is asked to, in the middle of its work."""
+
+    asked = 0
+
+    def ended(self):
+        return OUT_OF_TIME if self.asked else None
+
+    def stop(self):
+        self.asked += 1
+
+    def why(self):
+        return ""
+
+
 def test_a_sweep_that_is_out_of_time(tmp_path):
-    pieces = [small(tmp_path), small(tmp_path, steps=13)]
-    outcomes = sweep(pieces, Instant(), max_minutes=0.0, console=plain())
-    assert [outcome.state for outcome in outcomes] == ["waiting"] * 2
+    pieces = [small(tmp_path), small(tmp_path, steps=13), small(tmp_path, steps=14)]
+    place = Instant()
+    jobs = []
+
+    def start(job, avoid=""):
+        jobs.append(Patient())
+        return jobs[-1]
+
+    place.start = start
+    outcomes = sweep(pieces, place, max_minutes=0.01, console=plain())
+    assert [outcome.state for outcome in outcomes] == ["waiting"] * 3
+    assert [job.asked for job in jobs] == [1, 1], "there are two slots, and each is asked once"
+
+
+def test_which_gpu_a_process_has(tmp_path, monkeypatch):
+    """Each has one to itself as far as they go; then the least busy, with memory taken as it is needed."""
+    python = tmp_path / "python"
+    seen = 'echo "$CUDA_VISIBLE_DEVICES $XLA_PYTHON_CLIENT_PREALLOCATE"'
+    python.write_text(f"#!/bin/sh\n{seen} > {tmp_path}/$$\nread job\nexec sleep $job\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+
+    def told(process):
+        path = tmp_path / str(process.process.pid)
+        wait_for(lambda: path.exists() and path.read_text())
+        return path.read_text().split()
+
+    for visible, slots in (("", 1), ("-1", 1), ("3", 1), ("0,GPU-5f", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert executor("local", folder=tmp_path).slots == slots
+    place = executor("local:3", folder=tmp_path)
+    started = [place.start(f"{seconds}\n") for seconds in (60, 0, 60)]
+    try:
+        assert [told(process) for process in started] == [["0", "false"], ["GPU-5f", "false"], ["0", "false"]]
+        wait_for(lambda: started[1].ended() is not None)
+        started.append(place.start("0\n"))
+        assert told(started[-1])[0] == "GPU-5f"
+    finally:
+        for process in started:
+            process.stop()
+            process.process.wait()
+    assert [process.ended() for process in started] == [FAILED, DONE, FAILED, DONE]
+    assert started[0].why() == "ended by the signal SIGTERM"
 
 
 SPEC = """
@@ -240,7 +339,7 @@ def finish(*words, **options):
     )
 
 
-def test_a_sweep_from_the_command_line(tmp_path):
+def test_a_sweep_from_the_command_line(tmp_path, capsys):
     path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "20").replace("seeds = 2", "seeds = 1"))
     done = finish(path, "--runs", tmp_path / "runs", "--executor", "local:2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -249,6 +348,16 @@ def test_a_sweep_from_the_command_line(tmp_path):
     assert runs.find("linear-1", runs=tmp_path / "runs").finished
     main(["sweep", str(path), "--runs", str(tmp_path / "runs")])
     main(["sweep", "status", str(path), "--runs", str(tmp_path / "runs")])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["sweep", "status"])
+    told = capsys.readouterr()
+    assert "mesascope sweep status" in told.out + told.err
+    assert "sweep-status" not in told.out + told.err
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "status", str(path), "--runs", str(tmp_path / "rums")])
+    assert ended.value.code == 1
+    assert "runs: there is no directory" in capsys.readouterr().err
     wrong = finish(path, "--executor", "moon")
     assert wrong.returncode == 1
     assert "executor: expected 'local'" in wrong.stderr
@@ -286,6 +395,21 @@ def test_figures_are_placed_in_pieces(tmp_path):
         main(["reproduce", "fig1", "--executor", "local", "--out", str(tmp_path / "out")])
 
 
+@pytest.mark.slow
+def test_what_is_done_is_drawn_though_a_piece_failed(tmp_path):
+    """One figure needs text, and there is none; the other is drawn, and the exit status tells."""
+    where = ["--preset", "smoke", "--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mesascope.cli", "reproduce", "fig1", "lm-attention", *where, "--executor", "local:2"],
+        capture_output=True, text=True, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 done" in done.stdout
+    assert "0 failed" not in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "fig1" in (tmp_path / "out" / "index.html").read_text()
+
+
 def wait_for(condition, seconds=120):
     for _ in range(int(10 * seconds)):
         if condition():
@@ -314,12 +438,12 @@ def undisturbed(pieces, where):
     return [contents(runs.Run(runs.path_of(piece.config, where))) for piece in pieces]
 
 
-def kill_a_worker(where, tmp_path):
-    """SIGKILL to a worker that has saved something; the sweep goes on, and the bits are those of an undisturbed run."""
+def kill_a_worker(where, tmp_path, *options, how=signal.SIGKILL):
+    """A signal to a worker that has saved something; the sweep goes on to the bits of an undisturbed run."""
     path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "30000"))
     pieces = read_spec(path, runs=tmp_path / "runs")
     driving = subprocess.Popen(
-        command(path, "--runs", tmp_path / "runs", "--executor", where, "--save-seconds", "0.05"),
+        command(path, "--runs", tmp_path / "runs", "--executor", where, "--save-seconds", "0.05", *options),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
     )  # fmt: skip
     try:
@@ -328,7 +452,7 @@ def kill_a_worker(where, tmp_path):
         assert status(pieces)[0].state == "running"
         victim = worker_of(pieces[0])
         assert victim != driving.pid
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, how)
         out, err = driving.communicate(timeout=500)
     finally:
         driving.kill()
@@ -349,9 +473,45 @@ def test_a_killed_worker(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.slow
+def test_a_worker_that_a_scheduler_stops(tmp_path):
+    """It saves and ends. As long as there is time left, it is started again."""
+    kill_a_worker("local:2", tmp_path, "--max-minutes", "60", how=signal.SIGTERM)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
 @needs_ray
 def test_a_killed_ray_worker(tmp_path):
     kill_a_worker("ray", tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@needs_ray
+def test_a_killed_ray_worker_goes_on_elsewhere(tmp_path):
+    """Two machines of a cluster, reached from outside of it; the second attempt is made on the other."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = (
+        "import sys; from ray.cluster_utils import Cluster; "
+        f"head = dict(num_cpus=2, include_dashboard=False, ray_client_server_port={port}); "
+        "cluster = Cluster(initialize_head=True, head_node_args=head); cluster.add_node(num_cpus=2); "
+        "print('ready', flush=True); sys.stdin.read(); cluster.shutdown()"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as cluster:  # fmt: skip
+        assert cluster.stdout is not None
+        wait_for(lambda: "ready" in cluster.stdout.readline())
+        kill_a_worker(f"ray://localhost:{port}", tmp_path)
+    (log,) = [path for path in (tmp_path / "runs").glob(".sweeps/*/log") if "attempt 2" in path.read_text()]
+    starts = [line for line in log.read_text().splitlines() if line.startswith("--- attempt")]
+    assert len(starts) == 2
+    assert len({line.split()[-1] for line in starts}) == 2
+    assert "WorkerCrashedError" in log.read_text()
 
 
 @pytest.mark.faults
@@ -375,6 +535,53 @@ def test_a_killed_driver(tmp_path):
     driving.wait()
     wait_for(lambda: "running" not in {outcome.state for outcome in status(pieces)})
     assert [outcome.state for outcome in status(pieces)] == ["waiting"] * 2
+    done = finish(*options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [contents(runs.Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]
+    assert found == undisturbed(pieces, tmp_path / "alone")
+
+
+def test_a_worker_whose_driver_died_before_it_began(tmp_path):
+    """It does not train on for nobody."""
+    piece = small(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    orphan = subprocess.run(
+        [sys.executable, "-c", "from mesascope.sweep.worker import main; main()", str(gone.pid)],
+        input=Job(piece=piece, attempt=1).to_text(), text=True, env=ENVIRONMENT, check=False, timeout=120,
+    )  # fmt: skip
+    assert orphan.returncode == -signal.SIGTERM
+    assert not piece.is_done
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["interrupted", "out of time"])
+def test_a_sweep_that_is_stopped(tmp_path, how):
+    """Ctrl-C, and `--max-minutes`: its workers save and end, and the same command goes on."""
+    path = spec(tmp_path / "a.toml", SPEC.replace("STEPS", "100000"))
+    options = (path, "--runs", tmp_path / "runs", "--executor", "local:2", "--save-seconds", "1000")
+    pieces = read_spec(path, runs=tmp_path / "runs")
+    time_given = () if how == "interrupted" else ("--max-minutes", "0.2")
+    driving = subprocess.Popen(
+        command(*options, *time_given),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    if how == "interrupted":
+        began = [runs.path_of(piece.config, tmp_path / "runs") / "metrics.jsonl" for piece in pieces]
+        wait_for(lambda: all(log.exists() and log.read_text().count("step") > 1 for log in began))
+        driving.send_signal(signal.SIGINT)
+    out, err = driving.communicate(timeout=500)
+    assert driving.returncode == (130 if how == "interrupted" else 75), out + err
+    assert "stopped, and saved (step" in out
+    outcomes = status(pieces)
+    assert "running" not in {outcome.state for outcome in outcomes}
+    if how == "interrupted":
+        assert all(outcome.state == "done" or "step 0" not in outcome.told for outcome in outcomes)
+        assert any(outcome.state == "waiting" for outcome in outcomes)
     done = finish(*options)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [contents(runs.Run(runs.path_of(piece.config, tmp_path / "runs"))) for piece in pieces]

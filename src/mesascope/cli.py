@@ -169,21 +169,22 @@ class Reproduce:
         from mesascope.runs import keep_compiled
 
         console = Console()
-        fresh = self.fresh
+        fresh, figures, failed = self.fresh, self.figures, False
         if self.executor is not None:
             if self.preset == "released":
                 raise ValueError(
                     "executor: figures from released weights are computed in this process: leave it out, or choose "
                     "--preset quick or --preset paper."
                 )
-            self._place(self.executor, console)
-            fresh = False
+            fresh, (figures, failed) = False, self._place(self.executor, console)
+            if failed and not figures:
+                sys.exit(1)
         keep_compiled(self.runs)
         # Smoke is to see that it runs: compiling takes most of its time.
         jax.config.update("jax_disable_most_optimizations", self.preset == "smoke")
         try:
             outcomes = reproduce(
-                self.figures,
+                figures,
                 scale=SCALES[self.preset],
                 out=self.out,
                 run_directory=self.runs,
@@ -203,10 +204,11 @@ class Reproduce:
             publish(outcomes, self.publish, self.runs)
         for line in different or ():
             console.print(line, style="red", highlight=False)
-        if different:
+        if different or failed:
             sys.exit(1)
 
-    def _place(self, place: str, console: "Console") -> None:
+    def _place(self, place: str, console: "Console") -> tuple[tuple[str, ...], bool]:
+        """Compute all pieces; the figures that can be drawn then, and whether some cannot."""
         from mesascope.mirror import absolute
         from mesascope.sweep import figure_pieces
 
@@ -216,7 +218,13 @@ class Reproduce:
         if self.fresh:
             for piece in pieces:
                 piece.forget()
-        _sweep(pieces, place, runs, self.max_minutes, 2, console)
+        status = _sweep(pieces, place, runs, self.max_minutes, 2, console)
+        if status == 75:
+            sys.exit(75)
+        if status == 0:
+            return self.figures, False
+        missing = {piece.figure for piece in pieces if not piece.is_done}
+        return tuple(dict.fromkeys(piece.figure for piece in pieces if piece.figure not in missing)), True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +274,8 @@ class Train:
     wandb: str | None = None
     """Also send metrics to this Weights & Biases project (extra: wandb)."""
     data_parallel: bool = False
-    """Cut every batch over all devices; of all processes, where there are several (see `mesascope.parallel`)."""
+    """Cut every batch over all devices; of all processes, where each has JAX_COORDINATOR_ADDRESS=HOST:PORT,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or was started by srun or mpirun."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change the kind of something: `--set model.blocks.1.mixer=Linear`, or `PATH={"kind": "Mesa", "lam_init": 2}`."""
 
@@ -337,7 +346,8 @@ class Sweep:
             raise ValueError(f"retries: expected 0 or more, got {self.retries}.")
         runs = absolute(self.runs)
         pieces = read_spec(self.spec, runs=runs, save_seconds=self.save_seconds)
-        _sweep(pieces, self.executor, runs, self.max_minutes, self.retries, Console())
+        if status := _sweep(pieces, self.executor, runs, self.max_minutes, self.retries, Console()):
+            sys.exit(status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,9 +362,11 @@ class SweepStatus:
     def run(self) -> None:
         from rich.console import Console
 
-        from mesascope.mirror import absolute
+        from mesascope.mirror import absolute, is_url
         from mesascope.sweep import read_spec, report, status
 
+        if not is_url(self.runs) and not Path(self.runs).is_dir():
+            raise ValueError(f"runs: there is no directory {self.runs}: nothing was started there.")
         outcomes = status(read_spec(self.spec, runs=absolute(self.runs)))
         report(outcomes, Console())
         if any(outcome.state == "failed" for outcome in outcomes):
@@ -368,8 +380,8 @@ def _sweep(
     max_minutes: float | None,
     retries: int,
     console: "Console",
-) -> None:
-    """All pieces; exits if they are not done afterwards."""
+) -> int:
+    """All pieces; the exit status: 0 if they are done, 1 if some failed, 75 if the time was up."""
     from mesascope.mirror import directory
     from mesascope.sweep import executor, report, sweep
 
@@ -380,8 +392,7 @@ def _sweep(
         where.close()
     report(outcomes, console)
     states = {outcome.state for outcome in outcomes}
-    if states != {"done"}:
-        sys.exit(1 if "failed" in states else 75)
+    return 0 if states <= {"done"} else 1 if "failed" in states else 75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +436,6 @@ Command = (
     | Annotated[Plot, tyro.conf.subcommand("plot")]
     | Annotated[LanguageModel, tyro.conf.subcommand("lm")]
     | Annotated[Sweep, tyro.conf.subcommand("sweep")]
-    | Annotated[SweepStatus, tyro.conf.subcommand("sweep-status")]
 )
 
 
@@ -435,13 +445,13 @@ def main(arguments: list[str] | None = None) -> None:
     from mesascope.store import StoreError
 
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:2] == ["sweep", "status"]:
-        arguments = ["sweep-status", *arguments[2:]]
     try:
         if arguments[:1] == ["train"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             _train(arguments[1], arguments[2:])
         elif arguments[:2] == ["lm", "train"] and len(arguments) > 2 and not arguments[2].startswith("-"):
             train_language_model(arguments[2], arguments[3:])
+        elif arguments[:2] == ["sweep", "status"]:
+            tyro.cli(SweepStatus, prog="mesascope sweep status", args=arguments[2:]).run()
         else:
             options = (tyro.conf.OmitSubcommandPrefixes,)
             tyro.cli(Command, prog="mesascope", description=__doc__, args=arguments, config=options).run()

@@ -80,8 +80,8 @@ class TrainLanguageModel:
     save_seconds: float = 300.0
     """Time between checkpoints; the result does not depend on it."""
     data_parallel: bool = False
-    """Cut every batch over all devices of all processes, where there are several (see `mesascope.parallel`), and not
-    only over those of this one."""
+    """Cut every batch over all devices of all processes, and not only over those of this one: where each has
+    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or was started by srun or mpirun."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change the kind of something: `--set model.blocks.1.mixer=Delta`, or `PATH={"kind": "Mesa", "method": "cg"}`."""
 

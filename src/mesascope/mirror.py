@@ -170,6 +170,9 @@ class _Mirrored:
         self.path = directory(runs) / name
         self._copy = directory(runs) / ".seen" / name
         self._holder = b""
+        # Whether this machine may have what the store lacks: then the marker stays, and the next process of this folder
+        # goes on with what is here.
+        self._behind = False
         self._check: Callable[[], None] = lambda: None
         # A marker that is being written may read as nobody's.
         self._writing = threading.RLock()
@@ -251,7 +254,7 @@ class _Mirrored:
                     continue
                 # The same file under another name, as a checkpoint becomes the one before it.
                 twins = [other for other in record if record[other] == [there.get(other), here[name]]]
-                _put(fs, f"{root}/{twins[0]}" if twins else self.path / name, f"{root}/{name}")
+                _put(fs, self.path / name, f"{root}/{name}", f"{root}/{twins[0]}" if twins else None)
                 sent.append(name)
                 # Until it is known what the store calls the new one.
                 there.pop(name, None)
@@ -268,14 +271,17 @@ class _Mirrored:
         if _read(self.path / HOLDER) != self._holder:
             (self.path / HOLDER).unlink(missing_ok=True)
             self._pull(self.path, lambda name: True)
+            self._behind = True
             store.write(self.path / HOLDER, self._holder)
         try:
             yield
         except BaseException:
             with suppress(StoreError):  # what it was that ended this is to be told
                 self.push()
+                self._behind = False
             raise
         self.push()
+        self._behind = False
 
     # Holding.
 
@@ -303,16 +309,11 @@ class _Mirrored:
             beats.start()
             try:
                 yield
-            except StoreError:  # not all of it could be sent: only this folder has it
-                raise
-            except BaseException:
-                self._release(over, beats)
-                raise
-            else:
-                self._release(over, beats)
             finally:
                 over.set()
                 beats.join()
+                if not self._behind:
+                    self._release()
 
     def is_held(self) -> bool:
         if store.is_locked(self.path):
@@ -347,7 +348,7 @@ class _Mirrored:
             found = self._marker()
             if found is not None and last and found.startswith(last):
                 # A process of this folder, which has ended: it had the lock that this one has now.
-                self._holder = last
+                self._holder, self._behind = last, True
                 return
             self._holder = uuid.uuid4().hex.encode()
             lives = False
@@ -373,9 +374,7 @@ class _Mirrored:
                 fs, root = _open(self.where)
                 fs.pipe_file(f"{root}/{MARKER}", self._holder + b" %d" % beats)
 
-    def _release(self, over: threading.Event, beats: threading.Thread) -> None:
-        over.set()
-        beats.join()
+    def _release(self) -> None:
         # Should the store be out of reach, the marker no longer changes.
         with suppress(StoreError), _reached(self.where):
             if self._is_ours():
@@ -409,17 +408,24 @@ def _reached(url: str) -> Iterator[None]:
         raise StoreError(f"could not read or write {url}: {told}. The same command goes on.") from error
 
 
-def _put(fs: Any, source: str | Path, target: str) -> None:
-    """A file of this machine (a path) or of the store, under another name first: whoever looks sees the old target or
-    the new one."""
+def _put(fs: Any, source: Path, target: str, twin: str | None = None) -> None:
+    """A file of this machine, under another name first: whoever looks sees the old target or the new one. If the store
+    has the same file as `twin`, and can copy, nothing is sent."""
     folder, _, name = target.rpartition("/")
     fs.makedirs(folder, exist_ok=True)
     part = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
-    if isinstance(source, Path):
+    if twin is None or not _copy(fs, twin, part):
         fs.put_file(str(source), part)
-    else:
-        fs.cp_file(source, part)
     fs.mv(part, target)
+
+
+def _copy(fs: Any, source: str, target: str) -> bool:
+    """Within the store, if it can do that; sftp, ftp and smb cannot."""
+    try:
+        fs.cp_file(source, target)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _get(fs: Any, source: str, target: Path) -> None:

@@ -5,13 +5,15 @@ its calls it says which; the others follow, so that all run the same programs at
 
     JAX_COORDINATOR_ADDRESS=host:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 mesascope train PRESET --data-parallel
 
-(or as Slurm, Open MPI and others set their own) in every process, `join` makes them one; without, a process has its own
-devices only. The result is that of one device with the same batches, but for the order of sums over them. If any
-process dies, the others end, and the same command goes on from the last checkpoint. `mesascope lm train` is the same;
-each process reads from its copy of the corpus what its own devices work on.
+(or started by Slurm's `srun`, or by the `mpirun` of Open MPI up to 4, which set their own) in every process, `join`
+makes them one; without, a process has its own devices only. Only the first needs the directory of runs. The result is
+that of one device with the same batches, but for the order of sums over them. If any process dies, the others end, and
+the same command goes on from the last checkpoint. `mesascope lm train` is the same; each process reads from its copy of
+the corpus what its own devices work on.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -26,7 +28,8 @@ from mesascope.runs import fit as fit_alone
 from mesascope.training import Advanced, Config, Trainer, TrainState, everywhere
 
 END, START, PLACE, ADVANCE, EVALUATE, EVALUATE_FINALLY = range(6)
-CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")
+# What JAX itself looks for.
+CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 SECONDS_WITHOUT_A_SIGN = 100
 
 
@@ -62,13 +65,30 @@ def fit(
         LanguageTrainer(config, data, mesh) if isinstance(config, LanguageConfig) else Trainer(config, mesh)
     )
     if jax.process_index() != 0:
-        _follow(trainer)
-        return Run(folder_of(config, runs).seen(weights=False))
-    leader = Leader(trainer)
+        return Followed(folder_of(config, runs).path, _follow(trainer))
+    leader, finished = Leader(trainer), False
     try:
-        return fit_alone(config, data=data, runs=runs, trainer=cast(Trainer, leader), **options)
+        run = fit_alone(config, data=data, runs=runs, trainer=cast(Trainer, leader), **options)
+        finished = run.finished
     finally:
-        leader.end()
+        leader.end(finished)
+    return run
+
+
+@final
+@dataclass(frozen=True)
+class Followed(Run):
+    """A run that another process led and wrote: this machine need not have its files.
+
+    Attributes:
+        to_its_end: whether it was trained so.
+    """
+
+    to_its_end: bool
+
+    @property
+    def finished(self) -> bool:
+        return self.to_its_end
 
 
 @final
@@ -112,9 +132,9 @@ class Leader:
         self._tell(EVALUATE_FINALLY)
         return self.trainer.result(models)
 
-    def end(self) -> None:
-        """The others may go."""
-        self._tell(END)
+    def end(self, finished: bool) -> None:
+        """The others may go, and know whether the run has been trained to its end."""
+        self._tell(END, int(finished))
 
     def _tell(self, what: int, steps: int = 0, loss_sum: np.ndarray | None = None) -> None:
         _heard(self.config, what, steps, loss_sum)
@@ -133,8 +153,8 @@ def _with_sum(trainer: Trainer | LanguageTrainer, state: TrainState, loss_sum: n
     return state._replace(loss_sum=everywhere(loss_sum, trainer._everywhere))
 
 
-def _follow(trainer: Trainer | LanguageTrainer) -> None:
-    """Do as the leader does, until it ends."""
+def _follow(trainer: Trainer | LanguageTrainer) -> bool:
+    """Do as the leader does, until it ends; whether the run has then been trained to its end."""
     nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trainer.shapes)
     state: TrainState | None = None
     # Ctrl-C reaches every process; the leader decides what then.
@@ -142,7 +162,7 @@ def _follow(trainer: Trainer | LanguageTrainer) -> None:
         while True:
             what, steps, loss_sum = _heard(trainer.config)
             if what == END:
-                return
+                return bool(steps)
             if what == START:
                 state = trainer.start()
             elif what == PLACE:

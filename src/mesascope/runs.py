@@ -20,6 +20,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -259,7 +260,7 @@ def fit(
     folder = folder_of(config, runs)
     run = Run(folder.path)
     progress = progress_on(console)
-    held = folder.held(field="runs", doing="trained", error=RunError, busy=BusyError, note=progress.note)
+    held = folder.held(field="runs", doing="trained", error=StoreError, busy=BusyError, note=progress.note)
     with held, folder.mirrored():
         if fresh:
             run._clear()
@@ -589,7 +590,11 @@ def provenance(config: Config | LanguageConfig, devices: int) -> dict[str, Any]:
         tf32 = config.model.tf32 and jax.default_backend() == "gpu"
         precision = "tf32 projections" if tf32 else "float32"
         precision += f" on {devices} devices" if devices > 1 else ""
-    return made_with() | {"precision": precision, "command": sys.argv}
+    return made_with() | {"precision": precision, "command": [_without_password(word) for word in sys.argv]}
+
+
+def _without_password(word: str) -> str:
+    return re.sub(r"://[^/\s]*@", "://", word)
 
 
 def made_with() -> dict[str, Any]:

@@ -5,8 +5,10 @@ import hashlib
 import json
 import os
 import reprlib
+import time
 import types
 import typing
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, field, fields, is_dataclass
@@ -22,11 +24,12 @@ from mesascope.untrusted import StoreError, check, map_safetensors, parse_json
 from mesascope.untrusted import read_json as read_json
 
 T = TypeVar("T")
+SECONDS_FOR_A_LOOK = 1.0
 
 
 def write(path: Path, content: bytes) -> None:
     """All of it or nothing: whoever reads sees the old file or the new one, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -49,12 +52,19 @@ def write(path: Path, content: bytes) -> None:
 
 def keep_as(path: Path, name: Path) -> None:
     """The file under another name too; what is written to its own name next leaves that one as it is."""
-    temporary = name.with_name(f".{name.name}.{os.getpid()}.tmp")
+    temporary = _temporary(name)
     try:
         os.link(path, temporary)
         os.replace(temporary, name)
     except OSError:  # a file system without links
         write(name, path.read_bytes())
+    finally:
+        temporary.unlink(missing_ok=True)  # it stays where both names are one file already
+
+
+def _temporary(path: Path) -> Path:
+    """Of no other process, not even one of the same number on another machine."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 @contextmanager
@@ -80,13 +90,25 @@ def locked(
     except OSError as cause:
         raise error(f"{field}: cannot write to {folder}: {cause.strerror}.") from cause
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as cause:
-        raise (busy or error)(f"{folder} is being {doing} by another process.") from cause
-    else:
+        if not _lock(file):
+            raise (busy or error)(f"{folder} is being {doing} by another process.")
         yield
     finally:
         os.close(file)
+
+
+def _lock(file: int) -> bool:
+    """Whoever asks `is_locked` has it for a moment too: so not at the first refusal."""
+    until = time.monotonic() + SECONDS_FOR_A_LOOK
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.02)
+        else:
+            return True
 
 
 def is_locked(folder: Path) -> bool:
@@ -253,8 +275,8 @@ def _assign(data: Any, assignment: str, kinds: Mapping[str, type]) -> None:
     if not equals or last == "kind":
         raise ValueError(f"set: expected FIELD=VALUE, got {assignment!r}.")
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_json(text, path)
+    except StoreError:
         value = {"kind": text} if text in kinds else text
     place[last] = value
 

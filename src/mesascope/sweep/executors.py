@@ -6,6 +6,7 @@ what it makes lies in directories that all machines share.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,10 @@ class Running(Protocol):
         """How it ended (see `worker`), or None. A process that was killed has failed."""
         ...
 
+    def why(self) -> str:
+        """If it ended without a word: what is known about that."""
+        ...
+
     def stop(self) -> None:
         """Ask it to save and end."""
         ...
@@ -36,8 +41,8 @@ class Executor(Protocol):
 
     slots: int | None
 
-    def start(self, job: str) -> Running:
-        """Begin with a job, or put it into the queue."""
+    def start(self, job: str, avoid: str = "") -> Running:
+        """Begin with a job, or put it into the queue; if there is a choice, not on that machine."""
         ...
 
     def close(self) -> None:
@@ -86,7 +91,7 @@ class Local:
         self.shares = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if 0 < len(self.gpus) < slots else {}
         self.started: list[_Process] = []
 
-    def start(self, job: str) -> "_Process":
+    def start(self, job: str, avoid: str = "") -> "_Process":
         self.started = [process for process in self.started if process.ended() is None]
         busy = [process.gpu for process in self.started]
         gpu = min(self.gpus, key=busy.count, default=None)
@@ -103,7 +108,7 @@ class _Process:
         self.gpu = gpu
         environment = shares | dict(os.environ) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from mesascope.sweep.worker import main; main()"],
+            [sys.executable, "-c", "from mesascope.sweep.worker import main; main()", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -118,6 +123,10 @@ class _Process:
     def ended(self) -> int | None:
         status = self.process.poll()
         return FAILED if status is not None and status < 0 else status
+
+    def why(self) -> str:
+        status = self.process.poll() or 0
+        return f"ended by the signal {signal.Signals(-status).name}" if status < 0 else ""
 
     def stop(self) -> None:
         self.process.terminate()
@@ -139,21 +148,37 @@ class Ray:
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RunError(f"executor: cannot reach the Ray cluster ({error}).") from error
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
         # A process for each job: what JAX allocated goes with it. Retries are the driver's.
-        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1, num_gpus=gpus)(work)
+        self.task: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=1)(_work_in_ray)
 
-    def start(self, job: str) -> "_RayTask":
-        return _RayTask(self.ray, self.task.remote(job))
+    def start(self, job: str, avoid: str = "") -> "_RayTask":
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            NodeLabelSchedulingStrategy,
+            NotIn,
+        )
+
+        # Each time, for machines come and go.
+        options: dict[str, Any] = {"num_gpus": 1 if self.ray.cluster_resources().get("GPU", 0) else 0}
+        if avoid:
+            elsewhere = {"ray.io/node-id": NotIn(avoid)}
+            options["scheduling_strategy"] = NodeLabelSchedulingStrategy({}, soft=elsewhere)
+        return _RayTask(self.ray, self.task.options(**options).remote(job))
 
     def close(self) -> None:
         self.ray.shutdown()
+
+
+def _work_in_ray(job: str) -> int:
+    import ray  # pyright: ignore[reportMissingImports]
+
+    return work(job, machine=ray.get_runtime_context().get_node_id())
 
 
 @final
 class _RayTask:
     def __init__(self, ray: Any, reference: Any):
         self.ray, self.reference = ray, reference
+        self.error = ""
 
     def ended(self) -> int | None:
         ready, _ = self.ray.wait([self.reference], timeout=0)
@@ -161,8 +186,12 @@ class _RayTask:
             return None
         try:
             return self.ray.get(self.reference)
-        except self.ray.exceptions.RayError:
+        except self.ray.exceptions.RayError as error:
+            self.error = _told(error)
             return FAILED
+
+    def why(self) -> str:
+        return self.error
 
     def stop(self) -> None:
         self.ray.cancel(self.reference, recursive=False)
@@ -187,7 +216,8 @@ class Slurm:
         # (Its own default is five minutes.) SBATCH_TIMELIMIT has precedence; what it ends goes on from its checkpoint.
         self.submitit.update_parameters(name="mesascope", timeout_min=24 * 60)
 
-    def start(self, job: str) -> "_SlurmJob":
+    def start(self, job: str, avoid: str = "") -> "_SlurmJob":
+        # Slurm itself puts a machine that is down aside; --exclude would wait for ever where there is no other.
         return _SlurmJob(self.submitit.submit(work, job))
 
     def close(self) -> None:
@@ -198,14 +228,23 @@ class Slurm:
 class _SlurmJob:
     def __init__(self, job: Any):
         self.job = job
+        self.error = ""
 
     def ended(self) -> int | None:
         if not self.job.done():
             return None
         try:
             return self.job.result()
-        except Exception:  # whatever it was, the job is not done
+        except Exception as error:  # whatever it was, the job is not done
+            self.error = _told(error)
             return FAILED
+
+    def why(self) -> str:
+        return self.error
 
     def stop(self) -> None:
         self.job.cancel()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:4000]}"

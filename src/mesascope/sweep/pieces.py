@@ -7,9 +7,9 @@ import reprlib
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from rich.console import Console
 
@@ -17,13 +17,17 @@ from mesascope import experiments, mirror, store
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab
 from mesascope.experiments.reproduce import compute_piece, is_kept, piece_path
+from mesascope.language.presets import LANGUAGE_PRESETS, language_preset
+from mesascope.language.training import LanguageConfig
 from mesascope.presets import PRESETS, Variant, preset
 from mesascope.runs import Run, fit
 from mesascope.runs import folder_of as run_folder
-from mesascope.training import Config, with_train
+from mesascope.tasks.text import Corpus
+from mesascope.training import Config
 from mesascope.untrusted import LONGEST_JSON, StoreError, check, read_bytes, read_json
 
 MOST_PIECES = 10_000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +37,13 @@ class TrainingRun:
     Attributes:
         runs: directory or URL of runs.
         save_seconds: time between checkpoints.
+        data: folder of a prepared corpus, for a language model.
     """
 
-    config: Config
+    config: Config | LanguageConfig
     runs: str
     save_seconds: float = 30.0
+    data: str | None = None
 
     @property
     def name(self) -> str:
@@ -55,14 +61,24 @@ class TrainingRun:
 
     @property
     def stands_at(self) -> str:
-        """How far it is."""
-        run = Run(self._folder.seen(weights=False))
-        return f"step {run.step:,} of {self.config.train.steps:,}"
+        """How far it is: by its last checkpoint, or at a URL, for those are large, by its last evaluation."""
+        step = self._last_evaluation if mirror.is_url(self.runs) else Run(self._folder.path).step
+        return f"step {step:,} of {self.config.train.steps:,}"
+
+    @property
+    def _last_evaluation(self) -> int:
+        log = self._folder.fetch("metrics.jsonl")
+        self._folder.fetch("config.json")
+        try:
+            return int(Run(log.parent).metrics()["step"][-1])
+        except (StoreError, LookupError):  # none yet, or damaged, which whoever goes on with it is told
+            return 0
 
     def do(self, max_minutes: float | None, console: Console) -> bool:
         """Train, or go on; False if it was stopped before the end."""
         run = fit(
             self.config,
+            data=self.data,
             runs=self.runs,
             max_minutes=max_minutes,
             save_seconds=self.save_seconds,
@@ -145,7 +161,7 @@ class Job:
     max_minutes: float | None = None
 
     def to_text(self) -> str:
-        return json.dumps(store.to_dict(self))
+        return json.dumps(store.to_dict(self), allow_nan=False)
 
 
 def folder_of(piece: Piece) -> mirror.Folder:
@@ -173,6 +189,8 @@ SPEC: dict[Any, Any] = {
     "at_once?": int,
     "set?": {str: object},
     "over?": {str: [object]},
+    "data?": str,
+    "size?": str,
 }
 
 
@@ -189,6 +207,11 @@ def read_spec(path: Path, *, runs: str | Path, save_seconds: float = 30.0) -> li
         [over]                                        # each with each
         "train.optimizer.rate.peak" = [1e-3, 3e-4]
         "model.blocks.0.mixer" = ["Linear", "Mesa"]
+
+    Of language models also
+
+        data = "corpora/NAME"                         # folder of a prepared corpus
+        size = "gpu"                                  # unless given
 
     A TOML file, or JSON of the same form. Values are what `mesascope train --set FIELD=VALUE` takes.
     """
@@ -212,21 +235,40 @@ def read_spec(path: Path, *, runs: str | Path, save_seconds: float = 30.0) -> li
         raise StoreError(f"{path}: expected 1 to {MOST_PIECES:,} runs, got {count * len(groups):,}.")
     found = {}
     for name, variant, *values in itertools.product(presets, variants, *over.values()):
-        if name not in PRESETS:
-            raise StoreError(
-                f"{path}: presets: there is no {reprlib.repr(name)}; `mesascope list` shows those there are."
-            )
         if variant not in get_args(Variant):
             told = " or ".join(get_args(Variant))
             raise StoreError(f"{path}: variants: expected {told}, got {reprlib.repr(variant)}.")
         fields = spec.get("set", {}) | dict(zip(over, values, strict=True))
-        config = _with_fields(preset(name, variant), fields, path)
+        config, data = _preset(name, variant, spec, path)
+        config = _with_fields(config, fields, path)
         for first, seeds in groups:
             if seeds is not None:
-                config = with_train(config, first_seed=first, seeds=seeds)
-            piece = TrainingRun(config=config, runs=str(runs), save_seconds=save_seconds)
+                config = replace(config, train=replace(config.train, first_seed=first, seeds=seeds))
+            piece = TrainingRun(config=config, runs=str(runs), save_seconds=save_seconds, data=data)
             found[piece.name] = piece
     return list(found.values())
+
+
+def _preset(
+    name: str, variant: Variant, spec: Mapping[str, Any], path: Path
+) -> tuple[Config | LanguageConfig, str | None]:
+    """A configuration, and where its text is, if it has any."""
+    if name in PRESETS:
+        return preset(name, variant), None
+    if name not in LANGUAGE_PRESETS:
+        raise StoreError(
+            f"{path}: presets: there is no {reprlib.repr(name)}; `mesascope list` shows those there are."
+        )
+    if "data" not in spec:
+        raise StoreError(
+            f'{path}: {name} is a language model: say where its text lies, data = "FOLDER"; `mesascope lm prepare` '
+            "makes such a folder."
+        )
+    data = Path(spec["data"]).absolute()
+    try:
+        return language_preset(name, Corpus(data).task, spec.get("size", "gpu")), str(data)
+    except ValueError as error:
+        raise StoreError(f"{path}: {error}") from error
 
 
 def _parsed(path: Path) -> Any:
@@ -249,7 +291,7 @@ def _groups(total: int | None, at_once: int | None) -> list[tuple[int, int | Non
     return [(first, min(at_once, total - first)) for first in range(0, total, at_once)]
 
 
-def _with_fields(config: Config, fields: Mapping[str, Any], path: Path) -> Config:
+def _with_fields(config: T, fields: Mapping[str, Any], path: Path) -> T:
     try:
         texts = [
             f"{name}={value if isinstance(value, str) else json.dumps(value, allow_nan=False)}"
