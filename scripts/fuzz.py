@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -616,12 +617,16 @@ def tell_failure(name: str, told: str, content: bytes, failures: Path | None) ->
         (failures / name).write_bytes(content)
 
 
+def limit_memory() -> None:
+    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (address_space + SPARE_MEMORY, resource.RLIM_INFINITY))
+
+
 def fuzz(cases: int, *, first: int = 0, failures: Path | None = None) -> tuple[Found, int]:
     """Outcomes by reader, and by how many bytes the process grew. Files that a reader failed on are kept where
     `failures` says."""
     before, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, {}
-    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (address_space + SPARE_MEMORY, resource.RLIM_INFINITY))
+    limit_memory()
     for reader in READERS.values():
         with tempfile.TemporaryDirectory() as folder:
             case = Case(reader, Path(folder))
@@ -681,9 +686,7 @@ def main() -> int:
     if given.record is not None:
         used = ("jax", "numpy", "safetensors", *(("atheris",) if given.atheris else ()))
         libraries = ", ".join(f"{name} {version(name)}" for name in used)
-        command = (
-            f"python scripts/fuzz.py --cases {given.cases} --first {given.first} --record {given.record}"
-        ) + (" --atheris" if given.atheris else "")
+        command = shlex.join(["python", "scripts/fuzz.py", *sys.argv[1:]])
         machine = f"Python {platform.python_version()}, {libraries}, {platform.system()}"
         made = f"{datetime.date.today()}, commit {str(commit)[:10]}, {machine}: `{command}`"
         text, start = given.record.read_text(), f"<!-- recorded{' with atheris' if given.atheris else ''} -->"
