@@ -18,7 +18,7 @@ from tests.test_runs import ENVIRONMENT, contents, finish, plain, start
 from tests.test_sweep import SPEC, command, spec, undisturbed
 from tests.test_training import tiny
 
-pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def halfway(where) -> Run:
     return run
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_kill_at_every_write(whole, tmp_path, monkeypatch):
     """The directory before every file that is put in place is what a kill there would leave: go on from each."""
     left: list[Path] = []
@@ -167,7 +167,6 @@ def test_a_clock_that_jumps(whole, tmp_path, when):
     assert contents(fit(CONFIG, runs=tmp_path)) == contents(whole)
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_two_processes_start_one_run(tmp_path):
     options = ("--train.steps", "20000")
@@ -198,7 +197,6 @@ def limited(bytes_per_file, command):
     return [sys.executable, "-c", code, *map(str, command)]
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_sweep_on_a_full_disk(tmp_path):
     """Every piece is tried again, then reported; with room again, the same command does them all."""
@@ -219,7 +217,6 @@ def test_a_sweep_on_a_full_disk(tmp_path):
     assert found == undisturbed(pieces, tmp_path / "alone")
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_preparing_a_corpus_on_a_full_disk(tmp_path):
     data = tmp_path / "train.jsonl"

@@ -178,6 +178,7 @@ class Ended:
         pass
 
 
+@pytest.mark.faults
 def test_what_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "SECONDS_WHILE_BUSY", 0.0)
     first, second, third = small(tmp_path), small(tmp_path, steps=13), small(tmp_path, steps=14)

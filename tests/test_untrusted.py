@@ -22,7 +22,7 @@ from mesascope.tasks.shards import read_record, sha256_of
 from mesascope.tasks.text import Corpus
 from mesascope.untrusted import check, is_plain_name, map_safetensors, parse_json, read_json, read_npz
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.mark.parametrize("name", fuzz.READERS)
