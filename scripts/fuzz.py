@@ -18,7 +18,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 import platform
 import resource
 import shlex
@@ -640,18 +639,19 @@ def fuzz(cases: int, *, first: int = 0, failures: Path | None = None) -> tuple[F
 
 
 def fuzz_guided(cases: int, *, first: int = 0, failures: Path | None = None) -> tuple[Found, int]:
-    """The same by atheris, in a process for each reader (`fuzz_guided.py`)."""
-    found, grown = {}, 0
-    for name, number in counts(cases).items():
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "out.json")
-            words = ["--reader", name, "--cases", str(number), "--first", str(first), "--out", str(out)]
-            words += [] if failures is None else ["--failures", str(failures.absolute())]
-            command = [sys.executable, "-m", "scripts.fuzz_guided", *words]
-            subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"TMPDIR": folder})
-            told = json.loads(out.read_text())
-        found[name], grown = collections.Counter(told["outcomes"]), max(grown, told["grown"])
-    return found, grown
+    """The same by atheris, and of the process that grew most (`fuzz_guided.py`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        command = [sys.executable, "-m", "scripts.fuzz_guided", "--cases", str(cases), "--first", str(first)]
+        command += [
+            "--out",
+            str(out),
+            *([] if failures is None else ["--failures", str(failures.absolute())]),
+        ]
+        subprocess.run(command, cwd=ROOT, check=True)
+        told = json.loads(out.read_text())
+    found = {name: collections.Counter(outcomes) for name, (outcomes, _) in told.items()}
+    return found, max(grown for _, grown in told.values())
 
 
 def main() -> int:
@@ -678,9 +678,7 @@ def main() -> int:
     counts = " | ".join(f"{all_outcomes[outcome]:,}" for outcome in OUTCOMES)
     table.append(f"| all | {all_outcomes.total():,} | {counts} |")
     minutes = (time.monotonic() - began) / 60
-    memory = (
-        f"{minutes:.0f} minutes; the process grew by {grown >> 20} MiB (allowed are {MOST_MEMORY >> 20})."
-    )
+    memory = f"{minutes:.0f} minutes; the process grew by {grown >> 20} MiB of {MOST_MEMORY >> 20} allowed."
     print("\n".join([*table, "", memory]))
     failed = all_outcomes["failed"] or grown > MOST_MEMORY
     if given.record is not None:

@@ -1,21 +1,24 @@
-"""One reader, and files that atheris makes: what reaches new code of the reader is changed further.
+"""Files that atheris makes: what reaches new code of a reader is changed further.
 
-`scripts/fuzz.py --atheris` starts this once for each reader (atheris ends the process it runs in).
+`scripts/fuzz.py --atheris` starts this. Each reader has a process of its own, for atheris ends the one it runs in; all
+run at once.
 """
 
 import argparse
 import collections
+import importlib
 import json
 import os
 import resource
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 try:
-    import atheris  # pyright: ignore[reportMissingImports]
+    atheris: Any = importlib.import_module("atheris")
 except ImportError:
     sys.exit("--atheris: needs `pip install atheris` (Linux, CPython 3.11 to 3.13).")
 
@@ -33,22 +36,15 @@ SEEDS = 100
 LONGEST_CHANGED = 2**13
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--reader", choices=list(fuzz.READERS), required=True)
-    parser.add_argument("--cases", type=int, required=True)
-    parser.add_argument("--first", type=int, default=0, help="seed")
-    parser.add_argument("--failures", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="write outcomes here")
-    given = parser.parse_args()
-    work = Path(tempfile.mkdtemp())  # removed by whoever started this: the process ends in the middle
-    (work / "files").mkdir()
+def fuzz_reader(name: str, cases: int, work: Path, first: int, failures: Path | None) -> None:
+    """Ends the process when it has read so many files, and leaves `outcomes.json` in the folder."""
+    (work / "files").mkdir(parents=True)
     (work / "corpus").mkdir()
-    case = fuzz.Case(fuzz.READERS[given.reader], work / "files")
+    case = fuzz.Case(fuzz.READERS[name], work / "files")
     knowing = fuzz.KNOWING[case.path.suffix]
     (work / "corpus" / "good").write_bytes(case.original)
     for i in range(SEEDS):
-        content = knowing(case.original, np.random.default_rng([given.first, i]))
+        content = knowing(case.original, np.random.default_rng([first, i]))
         if len(content) < 2**16:
             (work / "corpus" / str(i)).write_bytes(content)
     fuzz.limit_memory()
@@ -59,10 +55,10 @@ def main() -> None:
         outcome, told = case.outcome(content)
         outcomes[outcome] += 1
         if outcome == "failed":
-            fuzz.tell_failure(f"{given.reader}-atheris-{outcomes.total()}", told, content, given.failures)
-        if outcomes.total() == given.cases:
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            given.out.write_text(json.dumps({"outcomes": outcomes, "grown": grown * 1024}))
+            fuzz.tell_failure(f"{name}-atheris-{outcomes.total()}", told, content, failures)
+        if outcomes.total() == cases:
+            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+            (work / "outcomes.json").write_text(json.dumps([outcomes, grown]))
             os._exit(0)
 
     def changed(content: bytes, longest: int, seed: int) -> bytes:
@@ -76,10 +72,32 @@ def main() -> None:
                 pass
         return atheris.Mutate(content, longest)
 
-    options = [f"-seed={given.first + 1}", f"-max_len={2**16}", "-verbosity=0", f"-artifact_prefix={work}/"]
+    options = [f"-seed={first + 1}", f"-max_len={2**16}", "-verbosity=0", f"-artifact_prefix={work}/"]
     atheris.Setup([sys.argv[0], *options, str(work / "corpus")], one, custom_mutator=changed)
     atheris.Fuzz()
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, required=True)
+    parser.add_argument("--first", type=int, required=True, help="seed")
+    parser.add_argument("--failures", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="write outcomes by reader, and bytes, here")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        works = {name: Path(folder, str(i)) for i, name in enumerate(fuzz.READERS)}
+        processes = []
+        for name, cases in fuzz.counts(given.cases).items():
+            processes.append(os.fork())
+            if processes[-1] == 0:
+                fuzz_reader(name, cases, works[name], given.first, given.failures)
+        ends = [os.waitpid(process, 0)[1] for process in processes]
+        if any(ends):
+            return 1  # it has said why
+        found = {name: json.loads((work / "outcomes.json").read_text()) for name, work in works.items()}
+    given.out.write_text(json.dumps(found))
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

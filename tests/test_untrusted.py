@@ -168,6 +168,19 @@ def test_archives_that_unpack_to_more_than_they_should(tmp_path):
     assert read_npz(path, ["loss"])["loss"].shape == (2**17,)
 
 
+def test_an_archive_of_holes(tmp_path):
+    """It is as long as it says, and takes up nothing."""
+    path, packed = tmp_path / "a.npz", bytearray(fuzz.bomb(1))
+    at = packed.index(b"PK\x01\x02")
+    packed[at + 20 : at + 28] = (2**31).to_bytes(4, "little") * 2  # sizes in the archive's index
+    with path.open("wb") as file:
+        file.truncate(2**31)
+        file.seek(2**31)
+        file.write(packed)
+    with pytest.raises(StoreError, match="it would unpack to 2,147,483,648 bytes"):
+        read_npz(path, ["loss"])
+
+
 def test_pickles_are_not_opened(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, a=np.array([{}], object), allow_pickle=True)

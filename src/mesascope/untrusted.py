@@ -26,9 +26,10 @@ LONGEST_JSON = 2**22
 LONGEST_INDEX = 2**24
 LONGEST_METRICS = 2**25
 DEEPEST_JSON = 64
-# What an archive may unpack to, whatever its size; beyond, so many times its size.
+# What an archive may unpack to, whatever its size; beyond, so many times its size; and never more.
 SMALL_ARCHIVE = 2**26
 LARGEST_RATIO = 100
+LARGEST_ARCHIVE = 2**30
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
@@ -222,7 +223,8 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """The arrays of these names from a file of `np.savez`: numbers only, and never a pickle."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            limit = max(SMALL_ARCHIVE, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+            size = os.fstat(file.fileno()).st_size
+            limit = min(max(SMALL_ARCHIVE, LARGEST_RATIO * size), LARGEST_ARCHIVE)
             wanted, total = {}, 0
             for name in names:
                 info = archive.getinfo(f"{name}.npy")
