@@ -346,3 +346,11 @@ def test_nothing_is_hashed_that_cannot_be_right(tmp_path):
     ):
         with pytest.raises(StoreError, match=r"bytes of arrays, got 1,099,511,627,776|is missing"):
             read()
+
+
+def test_fuzzing_with_atheris_says_where_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["fuzz.py", "--atheris"])
+    with pytest.raises(SystemExit):
+        fuzz.main()
+    assert "pip install atheris" in capsys.readouterr().err
