@@ -1,9 +1,10 @@
 """Feed every reader files that are damaged or malicious, and hold them to what they promise.
 
     python scripts/fuzz.py --cases 100000 --record docs/fuzz.md
+    python scripts/fuzz.py --cases 100000 --record docs/fuzz.md --atheris    # guided by what the readers execute
 
 A reader must answer with a value or with its own error (`StoreError`, `RunError`): no other exception, no more than
-five seconds, no more memory than the file accounts for. A file with a checksum whose bytes were changed blindly must
+five seconds, no memory beyond what docs/fuzz.md states. A file with a checksum whose bytes were changed blindly must
 give the original value or the error; one that was made by somebody who knows the format, or that has no checksum,
 some value of the right form.
 """
@@ -13,12 +14,15 @@ import collections
 import contextlib
 import datetime
 import hashlib
+import importlib.util
 import io
 import json
 import math
 import platform
 import resource
+import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,6 +56,8 @@ from mesascope.untrusted import is_plain_name
 SECONDS = 5
 SPARE_MEMORY = 2**32
 MOST_MEMORY = 2**28
+ROOT = Path(__file__).parents[1]
+END = "<!-- end -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +127,8 @@ def make_run(folder: Path) -> None:
     store.write_json(
         path / "result.json", {"loss": [0.5, 0.25], "loss_by_position": by_position, "sequences": 8}
     )
-    lines = [
-        {
-            "step": i,
-            "eval_loss": [1.0, 0.5],
-            "train_loss": [None, None] if i == 0 else [2.0, 0.5],
-            "rate": 1e-3,
-        }
-        for i in (0, 5, 10, 12)
-    ]
+    lines = [{"step": 0, "eval_loss": [1.0, 0.5], "train_loss": [None, None], "rate": 1e-3}]
+    lines += [lines[0] | {"step": i, "train_loss": [2.0, 0.5]} for i in (5, 10, 12)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -197,15 +196,8 @@ def make_corpus(folder: Path) -> None:
         "shards": [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256}],
     }
     tokenizer = {"size": 300, "eos": 0, "files": {"encoder.json": "ab" * 32, "vocab.bpe": "cd" * 32}}
-    index = {
-        "format": FORMAT,
-        "files": [],
-        "bpe": 300,
-        "shard_tokens": 64,
-        "ignored": [],
-        "tokenizer": tokenizer,
-    }
-    store.write_json(folder / "index.json", index | {"splits": {"train": split}})
+    index = {"format": FORMAT, "files": [], "bpe": 300, "shard_tokens": 64, "ignored": []}
+    store.write_json(folder / "index.json", index | {"tokenizer": tokenizer, "splits": {"train": split}})
 
 
 def read_corpus(folder: Path) -> Any:
@@ -214,12 +206,12 @@ def read_corpus(folder: Path) -> Any:
         assert all(is_plain_name(shard["file"]) for shard in split["shards"]), "a file outside of the corpus"
     if "train" not in corpus.splits:
         return None
-    return corpus.index, read_record(folder / "train-00000.safetensors"), corpus.batch(0, 2, 8, seed=0)
+    return corpus.index, read_record(folder / "train-00000.safetensors", 64), corpus.batch(0, 2, 8, seed=0)
 
 
 def read_shard(folder: Path) -> Any:
     path = folder / "train-00000.safetensors"
-    record, (arrays, again) = read_record(path), map_shard(path)
+    record, (arrays, again) = read_record(path, 64), map_shard(path)
     assert record == again
     return record, arrays, _Stream.of([path], {"tokenizer": {"eos": 0}}).windows(np.arange(2), 8)
 
@@ -481,6 +473,14 @@ def bomb(mebibytes: int) -> bytes:
 
 
 _BOMB: list[bytes] = []
+DESCRIPTIONS = [
+    "'<f8'", "'|O'", "'<i8'", "'|V8'", "'>f8'", "'<U9999999'", "[('a', '<f8')]", "'<f99'", "'|b1'", "'<M8[s]'",
+    "('<f8', (2,))",
+]  # fmt: skip
+SHAPES = [
+    "(2, 3, 4)", "(24,)", "()", "(-1,)", "(99999999999, 9999999999)", "(0, 99999999999999)", "(2**40,)",
+    "(" + "1, " * 40 + ")", "(1" + "0" * 400 + ",)",
+]  # fmt: skip
 
 
 def knowing_npz(content: bytes, rng: np.random.Generator) -> bytes:
@@ -493,34 +493,7 @@ def knowing_npz(content: bytes, rng: np.random.Generator) -> bytes:
         members = {info.filename: archive.read(info) for info in archive.infolist()}
     name = list(members)[int(rng.integers(0, len(members)))]
     body = members[name][members[name].index(b"\n") + 1 :]
-    descr = rng.choice(
-        [
-            "'<f8'",
-            "'|O'",
-            "'<i8'",
-            "'|V8'",
-            "'>f8'",
-            "'<U9999999'",
-            "[('a', '<f8')]",
-            "'<f99'",
-            "'|b1'",
-            "'<M8[s]'",
-            "('<f8', (2,))",
-        ]
-    )
-    shape = rng.choice(
-        [
-            "(2, 3, 4)",
-            "(24,)",
-            "()",
-            "(-1,)",
-            "(99999999999, 9999999999)",
-            "(0, 99999999999999)",
-            "(2**40,)",
-            "(" + "1, " * 40 + ")",
-            "(1" + "0" * 400 + ",)",
-        ]
-    )
+    descr, shape = rng.choice(DESCRIPTIONS), rng.choice(SHAPES)
     header = (
         f"{{'descr': {descr}, 'fortran_order': {rng.choice(['True', 'False', '[]'])}, 'shape': {shape}, }}\n"
     )
@@ -592,8 +565,11 @@ class Case:
         content = (blind if blindly else KNOWING[self.path.suffix])(self.original, rng)
         if rng.random() < 0.1:
             blindly, content = False, blind(content, rng)
-        if self.path.exists() and self.path.stat().st_nlink:
-            self.path.unlink()  # a mapping of the one before stays as it was
+        return self.outcome(content, blindly=blindly)
+
+    def outcome(self, content: bytes, *, blindly: bool = False) -> tuple[str, str]:
+        """The same of a file with this content, which was changed without care for checksums, or perhaps with."""
+        self.path.unlink(missing_ok=True)  # a mapping of the one before stays as it was
         self.path.write_bytes(content)
         previous = signal.signal(signal.SIGVTALRM, _hang)
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
@@ -624,23 +600,58 @@ def _hang(number: int, frame: Any) -> None:
 OUTCOMES = ("refused", "read as it was", "read as another of its kind", "failed")
 
 
-def fuzz(cases: int, *, first: int = 0, failures: Path | None = None) -> dict[str, collections.Counter[str]]:
-    """Outcomes by reader. Files that a reader failed on are kept where `failures` says."""
+Found = dict[str, collections.Counter[str]]
+
+
+def counts(cases: int) -> dict[str, int]:
+    """How many of the cases each reader gets."""
     shares = sum(reader.share for reader in READERS.values())
-    found = {}
+    return {name: math.ceil(cases * reader.share / shares) for name, reader in READERS.items()}
+
+
+def tell_failure(name: str, told: str, content: bytes, failures: Path | None) -> None:
+    print(f"{name}:\n{told}", file=sys.stderr)
+    if failures is not None:
+        failures.mkdir(parents=True, exist_ok=True)
+        (failures / name).write_bytes(content)
+
+
+def limit_memory() -> None:
+    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (address_space + SPARE_MEMORY, resource.RLIM_INFINITY))
+
+
+def fuzz(cases: int, *, first: int = 0, failures: Path | None = None) -> tuple[Found, int]:
+    """Outcomes by reader, and by how many bytes the process grew. Files that a reader failed on are kept where
+    `failures` says."""
+    before, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, {}
+    limit_memory()
     for reader in READERS.values():
         with tempfile.TemporaryDirectory() as folder:
             case = Case(reader, Path(folder))
             found[reader.name] = collections.Counter()
-            for seed in range(first, first + math.ceil(cases * reader.share / shares)):
+            for seed in range(first, first + counts(cases)[reader.name]):
                 outcome, told = case.run(seed)
                 found[reader.name][outcome] += 1
                 if outcome == "failed":
-                    print(f"{reader.name}, case {seed}:\n{told}", file=sys.stderr)
-                    if failures is not None:
-                        failures.mkdir(parents=True, exist_ok=True)
-                        (failures / f"{reader.name}-{seed}").write_bytes(case.path.read_bytes())
-    return found
+                    tell_failure(f"{reader.name}-{seed}", told, case.path.read_bytes(), failures)
+    return found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def fuzz_guided(cases: int, *, first: int = 0, failures: Path | None = None) -> tuple[Found, int]:
+    """The same by atheris, and of the process that grew most (`fuzz_guided.py`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        command = [sys.executable, "-m", "scripts.fuzz_guided", "--cases", str(cases), "--first", str(first)]
+        command += [
+            "--out",
+            str(out),
+            *([] if failures is None else ["--failures", str(failures.absolute())]),
+        ]
+        subprocess.run(command, cwd=ROOT, check=True)
+        told = json.loads(out.read_text())
+    found = {name: collections.Counter(outcomes) for name, (outcomes, _) in told.items()}
+    return found, max(grown for _, grown in told.values())
 
 
 def main() -> int:
@@ -650,14 +661,15 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--failures", type=Path, help="keep here the files that a reader failed on")
-    parser.add_argument("--record", type=Path, help="write the outcome to this file")
+    parser.add_argument("--record", type=Path, help="write the outcome to its place in this file")
+    parser.add_argument("--atheris", action="store_true", help="let atheris change files, guided by coverage")
     given = parser.parse_args()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (address_space + SPARE_MEMORY, resource.RLIM_INFINITY))
-    began = time.monotonic()
-    found = fuzz(given.cases, first=given.first, failures=given.failures)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    if given.atheris and importlib.util.find_spec("atheris") is None:
+        parser.error("--atheris: needs `pip install atheris` (Linux, CPython 3.11 to 3.13).")
+    began, commit = time.monotonic(), runs._git_commit()
+    found, grown = (fuzz_guided if given.atheris else fuzz)(
+        given.cases, first=given.first, failures=given.failures
+    )
     table = ["| reader | cases | " + " | ".join(OUTCOMES) + " |", "|---|" + "--:|" * (1 + len(OUTCOMES))]
     for name, outcomes in found.items():
         counts = " | ".join(f"{outcomes[outcome]:,}" for outcome in OUTCOMES)
@@ -666,21 +678,19 @@ def main() -> int:
     counts = " | ".join(f"{all_outcomes[outcome]:,}" for outcome in OUTCOMES)
     table.append(f"| all | {all_outcomes.total():,} | {counts} |")
     minutes = (time.monotonic() - began) / 60
-    memory = (
-        f"{minutes:.0f} minutes; the process grew by {grown >> 20} MiB (allowed are {MOST_MEMORY >> 20})."
-    )
+    memory = f"{minutes:.0f} minutes; the process grew by {grown >> 20} MiB of {MOST_MEMORY >> 20} allowed."
     print("\n".join([*table, "", memory]))
     failed = all_outcomes["failed"] or grown > MOST_MEMORY
     if given.record is not None:
-        libraries = ", ".join(f"{name} {version(name)}" for name in ("jax", "numpy", "safetensors"))
-        text = given.record.read_text() if given.record.exists() else ""
-        kept = text.partition("<!-- recorded -->")[0]
-        command = (
-            f"python scripts/fuzz.py --cases {given.cases} --first {given.first} --record {given.record}"
-        )
+        used = ("jax", "numpy", "safetensors", *(("atheris",) if given.atheris else ()))
+        libraries = ", ".join(f"{name} {version(name)}" for name in used)
+        command = shlex.join(["python", "scripts/fuzz.py", *sys.argv[1:]])
         machine = f"Python {platform.python_version()}, {libraries}, {platform.system()}"
-        made = f"{datetime.date.today()}, {machine}: `{command}`"
-        given.record.write_text(kept + "\n".join(["<!-- recorded -->", "", made, "", *table, "", memory, ""]))
+        made = f"{datetime.date.today()}, commit {str(commit)[:10]}, {machine}: `{command}`"
+        text, start = given.record.read_text(), f"<!-- recorded{' with atheris' if given.atheris else ''} -->"
+        before, _, after = text.partition(start)
+        after = after[after.index(END) :]
+        given.record.write_text(before + "\n".join([start, "", made, "", *table, "", memory, ""]) + after)
     return 1 if failed else 0
 
 

@@ -21,7 +21,7 @@ from tests.test_runs import command as train_command
 from tests.test_sweep import SPEC, command, spec, undisturbed, wait_for
 from tests.test_training import tiny
 
-pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def halfway(where) -> Run:
     return run
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_kill_at_every_write(whole, tmp_path, monkeypatch):
     """The directory before every file that is put in place is what a kill there would leave: go on from each."""
     left: list[Path] = []
@@ -199,7 +199,6 @@ time_t time(time_t *at) {
 """
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
 @pytest.mark.parametrize("url", [False, True])
@@ -261,7 +260,6 @@ def test_a_checkpoint_that_is_kept_twice(tmp_path):
     assert b.read_bytes() == b"x"
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_two_processes_start_one_run(tmp_path):
     options = ("--train.steps", "20000")
@@ -292,7 +290,6 @@ def limited(bytes_per_file, command):
     return [sys.executable, "-c", code, *map(str, command)]
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_sweep_on_a_full_disk(tmp_path):
     """Every piece is tried again, then reported; with room again, the same command does them all."""
@@ -318,7 +315,6 @@ def can_mount():
     return shutil.which("unshare") is not None and not subprocess.run(command, capture_output=True).returncode
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="this user may not mount anything")
 def test_a_sweep_on_a_disk_without_room_for_its_own_notes(tmp_path):
@@ -342,7 +338,6 @@ def test_a_sweep_on_a_disk_without_room_for_its_own_notes(tmp_path):
         assert "Traceback" not in told
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_preparing_a_corpus_on_a_full_disk(tmp_path):
     data = tmp_path / "train.jsonl"

@@ -185,6 +185,7 @@ def test_going_on_elsewhere(url, whole, elsewhere):
     assert contents(run) == contents(whole)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("move", [True, False])
 def test_a_checkpoint_that_was_cut(tmp_path, whole, elsewhere, move):
     """As by a store that does not put files in place as a whole."""
@@ -199,6 +200,7 @@ def test_a_checkpoint_that_was_cut(tmp_path, whole, elsewhere, move):
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 def test_a_kill_at_every_write_to_the_store(tmp_path, whole, elsewhere, monkeypatch):
     """The store before every change is what a kill there would leave: go on from each, on another machine."""
     kind = fsspec.get_filesystem_class("file")
@@ -228,6 +230,7 @@ def test_a_kill_at_every_write_to_the_store(tmp_path, whole, elsewhere, monkeypa
         assert not list(folder.rglob("*.tmp"))
 
 
+@pytest.mark.faults
 def test_a_store_that_is_out_of_reach(tmp_path, whole, elsewhere):
     """What could not be sent is here, and the same command sends it; elsewhere, one goes on from what was."""
     url = f"file://{tmp_path}/store"
@@ -303,6 +306,7 @@ def hold(url: str):
     )
 
 
+@pytest.mark.faults
 def test_one_of_two_machines_trains(url, elsewhere):
     folder, held = hold(url)
     with held, folder.mirrored():
@@ -316,6 +320,7 @@ def test_one_of_two_machines_trains(url, elsewhere):
     assert fit(CONFIG, runs=url).finished
 
 
+@pytest.mark.faults
 def test_a_run_that_was_taken_over(url, whole, elsewhere):
     """Its run was taken over, and it may not send anything any more."""
 
@@ -355,6 +360,7 @@ def test_passwords_are_not_kept(tmp_path, monkeypatch):
     assert run.provenance["command"] == [*words[:-1], "sftp://host/runs"]
 
 
+@pytest.mark.faults
 def test_names_that_lead_elsewhere_are_not_followed(tmp_path, monkeypatch):
     """A store is as good as who writes to it."""
     url = f"file://{tmp_path}/store"

@@ -98,6 +98,7 @@ def test_what_a_run_leaves_behind(tmp_path):
         assert "tiny" in printed or "hybrid-mesa" in printed
 
 
+@pytest.mark.faults
 def test_stopping_and_going_on_changes_nothing(tmp_path):
     config = tiny(steps=23, eval_every=4)
     undisturbed = fit(config, runs=tmp_path / "a")
@@ -158,6 +159,7 @@ def run_for_a_while(*options: str, where: Path) -> subprocess.Popen:
     raise AssertionError("no checkpoint after two minutes")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(tmp_path, kills):
     """SIGKILL to a real process, and more than once; the bits of the end are those of an undisturbed run."""
@@ -185,6 +187,7 @@ def test_killed_at_any_moment(tmp_path, kills):
     )
 
 
+@pytest.mark.faults
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["softmax-7", "hybrid-mesa"])
 def test_killed_on_a_gpu(tmp_path, name):
@@ -212,6 +215,7 @@ def test_killed_on_a_gpu(tmp_path, name):
     assert contents(ends[0]) == contents(ends[1])
 
 
+@pytest.mark.faults
 def test_a_full_disk(tmp_path):
     """No file may grow beyond 2 KiB: the checkpoint does not fit, and says so; with room again it goes on."""
     options = ("--train.steps", "1500", "--save-seconds", "0")
@@ -247,6 +251,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "how", ["flipped", *(pytest.param(h, marks=pytest.mark.slow) for h in ("cut", "foreign"))]
 )
@@ -270,6 +275,7 @@ def test_a_damaged_checkpoint(tmp_path, how):
     assert contents(run) == contents(undisturbed)
 
 
+@pytest.mark.faults
 def test_a_checkpoint_of_something_else(tmp_path):
     config, other = tiny(steps=40), tiny(steps=41)
     run, foreign = stopped(config, tmp_path), stopped(other, tmp_path)
@@ -284,6 +290,7 @@ def test_a_checkpoint_of_something_else(tmp_path):
         find(run.path).config  # noqa: B018
 
 
+@pytest.mark.faults
 def test_other_source(tmp_path, monkeypatch):
     config = tiny(steps=40)
     run = stopped(config, tmp_path)
@@ -298,6 +305,7 @@ def test_other_source(tmp_path, monkeypatch):
     assert run.provenance["source"] == "another"
 
 
+@pytest.mark.faults
 def test_divergence_names_seed_step_and_checkpoint(tmp_path):
     config = tiny(steps=40)
     optimizer = AdamW(rate=Constant(peak=1e30), clip=None)
@@ -312,6 +320,7 @@ def test_divergence_names_seed_step_and_checkpoint(tmp_path):
     assert int(read_metadata(checkpoint)["step"]) <= 1
 
 
+@pytest.mark.faults
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     """And files can be read by whom the user's mask lets read."""
     run = stopped(tiny(steps=40), tmp_path)
@@ -324,6 +333,7 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
     assert (run.path / "weights.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
+@pytest.mark.faults
 def test_two_processes_do_not_train_one_run(tmp_path):
     run = stopped(tiny(steps=40), tmp_path)
     with (
@@ -382,6 +392,7 @@ def test_command_line_errors_are_sentences(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.faults
 def test_a_configuration_that_was_changed_by_hand(tmp_path):
     config = tiny(steps=40)
     run = stopped(config, tmp_path)
@@ -391,6 +402,7 @@ def test_a_configuration_that_was_changed_by_hand(tmp_path):
         fit(config, runs=tmp_path)
 
 
+@pytest.mark.faults
 def test_going_on_with_other_libraries_is_recorded(tmp_path, monkeypatch):
     config = tiny(steps=40)
     run = stopped(config, tmp_path)

@@ -185,6 +185,7 @@ class Ended:
         pass
 
 
+@pytest.mark.faults
 def test_what_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "SECONDS_WHILE_BUSY", 0.0)
     monkeypatch.setattr(driver, "SECONDS_BEFORE_A_RETRY", 0.0)

@@ -1,21 +1,28 @@
 """Files by somebody who means harm, or by a disk that does."""
 
+import io
 import json
+import os
 import shutil
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scripts import fuzz
 
-from mesascope import runs, store
+from mesascope import released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab
+from mesascope.progress import progress_on
+from mesascope.runs import _read_lines
 from mesascope.store import StoreError
+from mesascope.tasks.shards import read_record, sha256_of
 from mesascope.tasks.text import Corpus
 from mesascope.untrusted import check, is_plain_name, map_safetensors, parse_json, read_json, read_npz
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.mark.parametrize("name", fuzz.READERS)
@@ -56,7 +63,7 @@ def test_a_file_too_long_to_be_read_is_not(tmp_path):
     path = tmp_path / "a.json"
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(StoreError, match=r"expected at most 67,108,864 bytes, got 1,099,511,627,776"):
+    with pytest.raises(StoreError, match=r"expected at most 4,194,304 bytes, got 1,099,511,627,776"):
         read_json(path)
     with pytest.raises(StoreError, match=r"belong to nothing|expected JSON"):
         map_safetensors(path)
@@ -118,7 +125,7 @@ def test_headers_that_do_not_fit_their_file(header, rest, tmp_path):
 
 
 def test_a_header_longer_than_its_file(tmp_path):
-    for length in (100, 2**24 + 1, 2**63, 2**64 - 1):
+    for length in (100, 2**22 + 1, 2**63, 2**64 - 1):
         with pytest.raises(StoreError, match="says that its header has"):
             map_safetensors(written(tmp_path / "a", {}, length=length))
 
@@ -159,6 +166,19 @@ def test_archives_that_unpack_to_more_than_they_should(tmp_path):
         read_npz(path, ["loss"])
     path.write_bytes(fuzz.bomb(1))
     assert read_npz(path, ["loss"])["loss"].shape == (2**17,)
+
+
+def test_an_archive_of_holes(tmp_path):
+    """It is as long as it says, and takes up nothing."""
+    path, packed = tmp_path / "a.npz", bytearray(fuzz.bomb(1))
+    at = packed.index(b"PK\x01\x02")
+    packed[at + 20 : at + 28] = (2**31).to_bytes(4, "little") * 2  # sizes in the archive's index
+    with path.open("wb") as file:
+        file.truncate(2**31)
+        file.seek(2**31)
+        file.write(packed)
+    with pytest.raises(StoreError, match="it would unpack to 2,147,483,648 bytes"):
+        read_npz(path, ["loss"])
 
 
 def test_pickles_are_not_opened(tmp_path):
@@ -256,3 +276,81 @@ def test_a_figure_whose_axes_do_not_fit(tmp_path):
     store.write_json(tmp_path / "fig2.json", about | {"axes": {"../../x": ["a"]}})
     with pytest.raises(StoreError, match="missing or damaged"):
         results.read(tmp_path / "fig2")
+
+
+def test_a_small_file_stays_a_small_value(tmp_path):
+    """Values take up to thirty times the room of their text, so texts that no writer writes are not parsed at all."""
+    path = tmp_path / "a.json"
+    path.write_text("[" + "{}," * 2**21 + "{}]")
+    with pytest.raises(StoreError, match=r"expected at most 4,194,304 bytes, got 6,291,4"):
+        read_json(path)
+    with pytest.raises(StoreError, match="says that its header has 8,388,6"):
+        map_safetensors(written(tmp_path / "a", [{}] * 2**21))
+    fuzz.make_run(tmp_path)
+    (tmp_path / fuzz.RUN / "metrics.jsonl").write_text(path.read_text() + "\n")
+    with pytest.raises(StoreError, match="line 1: expected at most 4,194,304 bytes"):
+        runs.find(tmp_path / fuzz.RUN).metrics()
+
+
+@pytest.mark.timeout(60)
+def test_pipes_and_devices_are_not_waited_for(tmp_path):
+    fuzz.make_run(tmp_path)
+    run = runs.find(tmp_path / fuzz.RUN)
+    for name in ("config.json", "metrics.jsonl", "weights.safetensors"):
+        (run.path / name).unlink()
+        os.mkfifo(run.path / name)
+    for read in (
+        lambda: run.config,
+        lambda: _read_lines(run.path / "metrics.jsonl", 2),
+        lambda: store.read_metadata(run.path / "weights.safetensors"),
+        lambda: read_npz(run.path / "config.json", ["a"]),
+        lambda: read_json(Path("/dev/zero")),
+    ):
+        with pytest.raises(StoreError, match="expected a regular file"):
+            read()
+    assert sha256_of(run.path / "config.json").startswith("cannot be read")
+
+
+def holes(path, size=2**40, **metadata):
+    """A file that says that it has a terabyte, and takes up nothing."""
+    about = metadata | {"sha256": "", "sha256_of_metadata": store._metadata_checksum(metadata)}
+    header = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    written(path, {"__metadata__": {"mesascope": json.dumps(about)}, "x": header})
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + size)
+
+
+@pytest.mark.timeout(60)
+def test_nothing_is_hashed_that_cannot_be_right(tmp_path):
+    """A second per some hundred megabytes: a terabyte of holes would take an hour."""
+    fuzz.make_unfinished(tmp_path)
+    run = runs.find(tmp_path / fuzz.RUN)
+    holes(run.path / "checkpoint.safetensors", step="7", config=store.digest(fuzz.CONFIG))
+    assert run.step == 7
+    with pytest.raises(runs.RunError, match=r"is missing.*No good one is left"):
+        run._restore(fuzz.shapes(), progress_on(None))
+
+    fuzz.make_run(tmp_path)
+    holes(run.path / "weights.safetensors")
+    notes = Console(record=True, file=io.StringIO(), width=1000)
+    runs._mend(run, runs.Trainer(fuzz.CONFIG), progress_on(notes))
+    assert "is missing" in notes.export_text()
+    assert not run.finished  # it is trained again
+
+    path = tmp_path / "a.safetensors"
+    holes(path, config=json.dumps(store.to_dict(fuzz.CONFIG)), record="{}")
+    for read in (
+        lambda: store.read_named(path),
+        lambda: released.read_model(path),
+        lambda: read_record(path, 2**24),
+    ):
+        with pytest.raises(StoreError, match=r"bytes of arrays, got 1,099,511,627,776|is missing"):
+            read()
+
+
+def test_fuzzing_with_atheris_says_where_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["fuzz.py", "--atheris"])
+    with pytest.raises(SystemExit):
+        fuzz.main()
+    assert "pip install atheris" in capsys.readouterr().err

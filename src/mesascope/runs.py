@@ -44,7 +44,7 @@ from mesascope.language.training import LanguageConfig, LanguageTrainer
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
 from mesascope.training import Config, TrainConfig, Trainer, TrainState, over_the_cores
-from mesascope.untrusted import LONGEST_JSON, check, parse_json, read_bytes
+from mesascope.untrusted import LONGEST_JSON, LONGEST_METRICS, check, parse_json, read_bytes
 
 PACKAGE = Path(__file__).parent
 # What a run's numbers depend on.
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How far it is, by its last checkpoint."""
+        """How far it is, by what its last checkpoint says."""
         if self.finished:
             return self.config.train.steps
         for path in self._checkpoints:
@@ -423,7 +423,7 @@ def _conclude(run: Run, trainer: Trainer | LanguageTrainer, models: Any) -> None
 def _mend(run: Run, trainer: Trainer | LanguageTrainer, progress: Progress) -> None:
     """What is damaged of a finished run is made again: its losses from its weights, its weights by training."""
     try:
-        store.read_metadata(run.path / "weights.safetensors")
+        store.read_arrays(run.path / "weights.safetensors", trainer.shapes.models)
     except StoreError as error:
         if run.provenance["source"] != source_hash():
             raise RunError(
@@ -534,8 +534,10 @@ def _read_lines(path: Path, seeds: int) -> list[dict[str, Any]]:
         return []
     form = {"step": int, "eval_loss": [float], "train_loss": [(float, None)]}
     lines = []
-    for number, content in enumerate(read_bytes(path, LONGEST_JSON).split(b"\n")[:-1], start=1):
+    for number, content in enumerate(read_bytes(path, LONGEST_METRICS).split(b"\n")[:-1], start=1):
         where = f"{path}, line {number}"
+        if len(content) > LONGEST_JSON:
+            raise StoreError(f"{where}: expected at most {LONGEST_JSON:,} bytes, got {len(content):,}.")
         line = check(parse_json(content, where), form, where)
         by_seed = {name: value for name, value in line.items() if isinstance(value, list)}
         check(by_seed, {str: [(float, None)]}, where)

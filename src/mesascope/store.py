@@ -143,17 +143,31 @@ def write_arrays(path: Path, tree: Any, **metadata: str) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Of a file that `write_arrays` wrote."""
-    arrays, metadata = map_arrays(path)
-    _check_sum(path, arrays, metadata)
-    return metadata
+    """Of a file that `write_arrays` wrote. It has a checksum of its own: the arrays are not read."""
+    return map_arrays(path)[1]
 
 
-def read_named(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file that `write_arrays` wrote, by the paths of their leaves."""
+def read_named(path: Path, *, largest: int = 2**28) -> dict[str, np.ndarray]:
+    """The arrays of a file that `write_arrays` wrote, by the paths of their leaves.
+
+    Args:
+        largest: how many bytes they may have together. A file of holes has any length and takes no room.
+    """
+    return {name: np.array(array) for name, array in _sound(path, largest).items()}
+
+
+def check_arrays(path: Path, *, largest: int) -> None:
+    """Compare arrays of at most so many bytes with their checksum."""
+    _sound(path, largest)
+
+
+def _sound(path: Path, largest: int) -> dict[str, np.ndarray]:
     arrays, metadata = map_arrays(path)
+    size = sum(array.nbytes for array in arrays.values())
+    if size > largest:
+        raise StoreError(f"{path}: expected at most {largest:,} bytes of arrays, got {size:,}.")
     _check_sum(path, arrays, metadata)
-    return {name: np.array(array) for name, array in arrays.items()}
+    return arrays
 
 
 def read_arrays(path: Path, like: T, *, any_float: bool = False) -> T:

@@ -1,7 +1,7 @@
 """Files that anybody may have written: what they declare is held against what they are before anything is allocated.
 
-JSON, safetensors and npz come out of here as plain values or as a `StoreError`; never as code that runs, and never
-larger than the file accounts for.
+JSON, safetensors and npz come out of here as plain values or as a `StoreError`; never as code that runs. What they may
+cost is in docs/fuzz.md.
 """
 
 import json
@@ -9,22 +9,27 @@ import math
 import os
 import re
 import reprlib
+import stat
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
-LONGEST_JSON = 2**26
-LONGEST_HEADER = 2**24
+# Of a document; its values may take 30 times as much memory. Longer are, for good reasons, only a corpus's index, and
+# metrics, which are a document per line.
+LONGEST_JSON = 2**22
+LONGEST_INDEX = 2**24
+LONGEST_METRICS = 2**25
 DEEPEST_JSON = 64
-# What an archive may unpack to, whatever its size; beyond, so many times its size.
+# What an archive may unpack to, whatever its size; beyond, so many times its size; and never more.
 SMALL_ARCHIVE = 2**26
 LARGEST_RATIO = 100
+LARGEST_ARCHIVE = 2**30
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
@@ -45,21 +50,30 @@ def is_plain_name(name: str) -> bool:
 # JSON.
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file: at most 64 MiB and 64 levels deep, of finite numbers and of names that are there once."""
-    return parse_json(read_bytes(path, LONGEST_JSON), path)
+def read_json(path: Path, longest: int = LONGEST_JSON) -> Any:
+    """A JSON file: at most 4 MiB and 64 levels deep, of finite numbers and of names that are there once."""
+    return parse_json(read_bytes(path, longest), path)
 
 
 def read_bytes(path: Path, longest: int) -> bytes:
     """A file that is no longer than that."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > longest:
                 raise StoreError(f"{path}: expected at most {longest:,} bytes, got {size:,}.")
             return file.read(size)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to be read. Opening a pipe would wait for somebody to write to it, and a device may have no end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise StoreError(f"{path}: expected a regular file, not a pipe or a device.")
+    return file
 
 
 def parse_json(content: bytes | str, where: Any) -> Any:
@@ -168,10 +182,10 @@ def map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     (Such a file is the length of a header in eight bytes, the header, and the arrays.)
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size - 8 - length
-            if size < 0 or length > LONGEST_HEADER:
+            if size < 0 or length > LONGEST_JSON:
                 raise StoreError(f"{path} is damaged: it says that its header has {length:,} bytes.")
             header = check(parse_json(file.read(length), path), {str: object}, path)
             mapped = np.memmap(file, np.uint8, "r", offset=8 + length) if size else np.empty(0, np.uint8)
@@ -208,8 +222,9 @@ def map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """The arrays of these names from a file of `np.savez`: numbers only, and never a pickle."""
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            limit = max(SMALL_ARCHIVE, LARGEST_RATIO * path.stat().st_size)
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            size = os.fstat(file.fileno()).st_size
+            limit = min(max(SMALL_ARCHIVE, LARGEST_RATIO * size), LARGEST_ARCHIVE)
             wanted, total = {}, 0
             for name in names:
                 info = archive.getinfo(f"{name}.npy")

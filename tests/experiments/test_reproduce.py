@@ -76,6 +76,7 @@ def figure(monkeypatch):
     return own
 
 
+@pytest.mark.faults
 def test_finished_pieces_are_kept(tmp_path, figure, console):
     run = lambda **more: machinery.reproduce(scale=SMOKE, out=tmp_path, console=console, **more)  # noqa: E731
     (outcome,) = run()

@@ -165,6 +165,7 @@ def test_going_on_from_any_shard(corpus, data, tmp_path):
         assert contents(folder) == whole
 
 
+@pytest.mark.faults
 def test_killed(corpus, data, tmp_path):
     """SIGKILL to a real process while it writes a shard; the next one ends with the bytes of an undisturbed one.
 
@@ -197,6 +198,7 @@ def test_killed(corpus, data, tmp_path):
     assert contents(folder) == contents(corpus.path)
 
 
+@pytest.mark.faults
 def test_damage_is_found_named_and_repaired(corpus, data, tmp_path):
     folder = tmp_path / corpus.path.name
     shutil.copytree(corpus.path, folder)

@@ -249,9 +249,12 @@ class Lab:
 
     def _is_about(self, path: Path, about: str) -> bool:
         try:
-            return path.exists() and store.read_metadata(path).get("about") == about
+            if not path.exists() or store.read_metadata(path).get("about") != about:
+                return False
+            store.read_named(path)
         except StoreError:  # damaged: found again
             return False
+        return True
 
     def _tuned_path(self, name: str) -> Path:
         path = released.tuned_path(name)

@@ -10,6 +10,7 @@ import numpy as np
 
 from mesascope import store
 from mesascope.store import StoreError
+from mesascope.untrusted import LONGEST_INDEX
 
 EOS = "<|endoftext|>"
 FILES = ("encoder.json", "vocab.bpe")
@@ -34,6 +35,9 @@ class BPE:
         missing = [path for path in paths if not Path(path).is_file()]
         if missing:
             raise StoreError(f"bpe: expected a folder with {' and '.join(FILES)}; there is no {missing[0]}.")
+        for path in paths:
+            if (size := Path(path).stat().st_size) > LONGEST_INDEX:
+                raise StoreError(f"{path}: expected at most {LONGEST_INDEX:,} bytes, got {size:,}.")
         try:
             model = tokenizers.models.BPE.from_file(*paths)
         except Exception as error:  # the library raises nothing more specific

@@ -13,7 +13,7 @@ from mesascope import store
 from mesascope.progress import Amount
 from mesascope.tasks.bpe import BPE
 from mesascope.tasks.documents import Document, Source, read_documents
-from mesascope.untrusted import StoreError, check, parse_json
+from mesascope.untrusted import StoreError, check, open_regular, parse_json
 
 BATCH_CHARACTERS = 2**21
 NAMED_PROBLEMS = 100
@@ -150,8 +150,10 @@ def _tokenized(
     yield from encoded()
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """What is in a shard and where it ends. StoreError if it is not there or damaged."""
+def read_record(path: Path, tokens: int) -> dict[str, Any]:
+    """What is in a shard of at most so many tokens and where it ends. StoreError if it is not there or damaged."""
+    # Of every token at most: itself, where a document starts with it, and of which part.
+    store.check_arrays(path, largest=(4 + 8 + 4) * tokens)
     return _record(store.read_metadata(path), path)
 
 
@@ -198,11 +200,11 @@ def sha256_of(path: Path, amount: Amount | None = None) -> str:
     """Of a file's contents. For a file that cannot be read, something that is no checksum."""
     total = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(2**20):
                 total.update(piece)
                 if amount is not None:
                     amount.advance(len(piece))
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
+    except (OSError, StoreError) as error:
+        return f"cannot be read ({error})"
     return total.hexdigest()

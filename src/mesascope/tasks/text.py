@@ -43,7 +43,7 @@ from mesascope.tasks.shards import (
     size_of,
 )
 from mesascope.tasks.tokens import Passages
-from mesascope.untrusted import check, is_plain_name
+from mesascope.untrusted import LONGEST_INDEX, check, is_plain_name
 
 ALL = slice(None)
 FORMAT = 1
@@ -112,7 +112,7 @@ class Corpus:
                 f"{self.path} is no prepared corpus, or not finished: run `mesascope lm prepare`."
             )
         path = self.path / "index.json"
-        index = check(store.read_json(path), {"format": int}, path)
+        index = check(store.read_json(path, LONGEST_INDEX), {"format": int}, path)
         if index["format"] != FORMAT:
             raise StoreError(f"{self.path} is of another version: run `mesascope lm prepare` again.")
         check(index, _INDEX, path)
@@ -504,7 +504,7 @@ def _split_index(
         while not (records and records[-1]["last"]):
             path = folder / _shard_name(split, len(records))
             try:
-                record = read_record(path)
+                record = read_record(path, size)
                 making = None
             except StoreError:
                 making = making or make_shards(sources, tokenizer, place, size, amount)
