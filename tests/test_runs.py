@@ -19,7 +19,7 @@ from rich.console import Console
 
 import mesascope
 from mesascope import runs, sinks
-from mesascope.runs import Run, RunError, find, fit, load
+from mesascope.runs import MissingRunError, Run, RunError, find, fit, load
 from mesascope.show import list_presets, list_runs, show_run
 from mesascope.store import StoreError, locked, read_arrays, read_metadata
 from mesascope.training import AdamW, Constant, Trainer
@@ -96,6 +96,52 @@ def test_what_a_run_leaves_behind(tmp_path):
         table(console)
         printed = console.export_text()
         assert "tiny" in printed or "hybrid-mesa" in printed
+
+
+def beginnings(where: Path, *names: str) -> None:
+    """Runs that have just begun, by their names."""
+    for name in names:
+        (where / name).mkdir(parents=True)
+        (where / name / "config.json").write_text("{}")
+
+
+def test_the_name_of_a_preset_stands_for_no_other(tmp_path):
+    beginnings(tmp_path, "linear-1-as-written-0123456789", "partial-softmax-7-5-0123456789")
+    beginnings(tmp_path, "lm-2-mesa-forget-cpu-0123456789", "lm-4-mesa-cpu-0123456789")
+    for name in ("linear-1", "partial-softmax-7", "lm-2-mesa"):
+        with pytest.raises(
+            MissingRunError, match=f"there is no run '{name}' in .*There are: linear-1-as-written"
+        ):
+            find(name, runs=tmp_path)
+    model, config = load("linear-1", runs=tmp_path)
+    assert config.name == "linear-1"
+    assert model.config == config.model
+    for name, whole in (
+        ("linear-1-as-written", "linear-1-as-written-0123456789"),
+        ("linear-1-as-written-01", "linear-1-as-written-0123456789"),
+        ("partial-softmax-7-5", "partial-softmax-7-5-0123456789"),
+        ("lm-4-mesa", "lm-4-mesa-cpu-0123456789"),
+    ):
+        assert find(name, runs=tmp_path).path.name == whole
+    # Where a digest begins like the rest of a longer name.
+    beginnings(tmp_path, "partial-softmax-7-1013456789")
+    with pytest.raises(MissingRunError, match="there is no run 'partial-softmax-7-10'"):
+        find("partial-softmax-7-10", runs=tmp_path)
+    assert find("partial-softmax-7", runs=tmp_path).path.name == "partial-softmax-7-1013456789"
+
+
+def test_a_released_model_takes_the_place_of_no_run(tmp_path):
+    with pytest.raises(MissingRunError, match=r"There is none\. Released models: .*linear-1, .*softmax-7"):
+        load("linear-5", runs=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"seed: the released linear-1 is one model, seed 0; got 1\. `mesascope train"
+    ):
+        load("linear-1", seed=1, runs=tmp_path)
+    beginnings(tmp_path, "linear-1-0123456789", "linear-1-9876543210")
+    with pytest.raises(
+        RunError, match=r"'linear-1' is one of several runs: linear-1-0123456789, linear-1-9876543210"
+    ):
+        load("linear-1", runs=tmp_path)
 
 
 def test_stopping_and_going_on_changes_nothing(tmp_path):

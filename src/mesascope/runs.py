@@ -39,7 +39,9 @@ import numpy as np
 from rich.console import Console
 
 from mesascope import __version__, mirror, released, store
+from mesascope.language.presets import LANGUAGE_PRESETS
 from mesascope.language.training import LanguageConfig, LanguageTrainer
+from mesascope.presets import PRESETS
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
 from mesascope.training import Config, TrainConfig, Trainer, TrainState, over_the_cores
@@ -58,6 +60,10 @@ class RunError(RuntimeError):
 
 class DivergedError(RunError):
     """A training whose loss is not finite any more."""
+
+
+class MissingRunError(RunError):
+    """A run that is not there."""
 
 
 class BusyError(RunError):
@@ -680,23 +686,35 @@ def path_of(config: Config | LanguageConfig, runs: str | Path = "runs") -> Path:
 
 
 def find(run_or_name: str | Path, *, runs: str | Path = "runs") -> Run:
-    """The run in that directory or at that URL, or the one run whose name begins so."""
+    """The run in that directory or at that URL, of that preset, or the one run whose name begins so.
+
+    Raises:
+        MissingRunError: there is none.
+        RunError: there are several.
+    """
     if mirror.is_url(run_or_name):
         runs, _, run_or_name = str(run_or_name).rstrip("/").rpartition("/")
     elif (Path(run_or_name) / "config.json").exists():
         return Run(Path(run_or_name))
-    there = mirror.names(runs)
-    found = [name for name in there if str(run_or_name) and name.startswith(str(run_or_name))]
-    exact = [name for name in found if str(run_or_name) in (name, name.rpartition("-")[0])]
-    found = exact or found
+    there, asked = mirror.names(runs), str(run_or_name)
+    exact = [name for name in there if asked in (name, name.rpartition("-")[0])]
+    found = exact or [name for name in there if asked and _stands_for(asked, name)]
     if len(found) == 1:
         return Run(mirror.at(runs, found[0]).seen())
     if found:
-        raise RunError(f"{run_or_name!r} is one of several runs: {', '.join(found)}. Which one?")
-    raise RunError(
-        f"there is no run {str(run_or_name)!r} in {runs}. "
-        f"There {'are: ' + ', '.join(there) if there else 'is none'}."
+        raise RunError(f"{asked!r} is one of several runs: {', '.join(found)}. Which one?")
+    raise MissingRunError(
+        f"there is no run {asked!r} in {runs}. There {'are: ' + ', '.join(there) if there else 'is none'}."
     )
+
+
+def _stands_for(asked: str, name: str) -> bool:
+    """Whether the beginning of a run's name tells it. That of a preset stands for no other preset, be it longer."""
+    if asked.removesuffix("-as-written") in PRESETS:
+        return False
+    if asked in LANGUAGE_PRESETS:  # PRESET-SIZE-DIGEST
+        return name.rsplit("-", 2)[0] == asked
+    return name.startswith(asked)
 
 
 def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -> tuple[Any, Any]:
@@ -710,10 +728,14 @@ def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -
     """
     try:
         run = find(run_or_name, runs=runs)
-    except RunError:
-        path = released.weights_path(str(run_or_name))
-        if seed != 0 or not path.exists():
-            raise
-        models, config = released.read_model(path)
+    except MissingRunError as error:
+        name, known = str(run_or_name), released.names()
+        if name not in known:
+            raise MissingRunError(f"{error} Released models: {', '.join(known)}.") from None
+        if seed != 0:
+            raise ValueError(
+                f"seed: the released {name} is one model, seed 0; got {seed}. `mesascope train {name}` trains more."
+            ) from error
+        models, config = released.read_model(released.weights_path(name))
         return jax.tree.map(lambda leaf: leaf[0], models), config
     return run.model(seed), run.config
