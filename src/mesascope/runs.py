@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -88,9 +88,11 @@ class Run:
 
     Attributes:
         path: of the directory.
+        stopped_by: the signal that ended the call of `fit` which returned it.
     """
 
     path: Path
+    stopped_by: int | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def config(self) -> Any:
@@ -279,6 +281,10 @@ def fit(
             _mend(run, alone, progress)
         if run.finished:
             progress.note(f"{folder.where} has already been trained.")
+            if sinks:
+                progress.note(
+                    "metrics are sent while it is trained: none were now. To train it anew: --fresh."
+                )
             return run
         trainer = trainer or alone
         state = run._restore(trainer.shapes, progress)
@@ -293,16 +299,17 @@ def fit(
             _note_changes(run, int(state.step), trainer.devices, progress)
         opened: list[Sink] = []
         try:
-            opened += [sink(run, int(state.step)) for sink in sinks]
+            for sink in sinks:
+                opened.append(sink(run, int(state.step)))
             send = partial(_send, folder, runs, progress)
-            _train(run, send, trainer, state, progress, max_minutes, save_seconds, opened)
+            stopped_by = _train(run, send, trainer, state, progress, max_minutes, save_seconds, opened)
         finally:
             progress.stop()
             for sink in opened:
                 sink.close()
     if run.finished:
         progress.finished(folder.where, np.array(run.result["loss"]))
-    return run
+    return replace(run, stopped_by=stopped_by)
 
 
 def keep_compiled(runs: str | Path) -> None:
@@ -348,7 +355,8 @@ def _train(
     max_minutes: float | None,
     save_seconds: float,
     sinks: Sequence[Sink],
-) -> None:
+) -> int | None:
+    """To the end; or until a signal, which is returned, or for as long as it may take."""
     train = trainer.config.train
     began = last_save = time.monotonic()
     clock, first = _Clock(), int(state.step)
@@ -390,7 +398,7 @@ def _train(
             if interrupted or out_of_time:
                 why = "interrupted" if interrupted else f"stopped after {max_minutes:g} minutes"
                 progress.note(f"{why} at step {step} and saved; the same command goes on from here.")
-                return
+                return interrupted[0] if interrupted else None
             # Short enough for a bar that moves and an answer to Ctrl-C, long enough not to matter.
             target = min(stride, train.eval_every - step % train.eval_every, train.steps - step)
             if train.keep_every is not None:
