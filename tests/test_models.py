@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +45,14 @@ def tokens_like(config, *lead, time=7, seed=1):
     return jax.random.normal(jax.random.key(seed), (*lead, time, config.token_dim), jnp.float32)
 
 
+def activation(x, name):
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name == "gelu_tanh":
+        return x * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x * 0.5 * (1 + erf(x / np.sqrt(2)))
+
+
 def in_numpy(model, tokens, begins=None):
     """The same model for one sequence, one position, one head at a time, in float64."""
 
@@ -52,6 +61,12 @@ def in_numpy(model, tokens, begins=None):
             return x
         x = x - x.mean(-1, keepdims=True)
         return np.asarray(scale) * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+    def scaled(x, by):
+        if by == "layer_norm":
+            return norm(x, 1.0)
+        size = x.sum(-1) + 1e-6 if by == "sum" else np.sqrt((x**2).sum(-1))
+        return x / size[:, None]
 
     def features(x, nu):
         r = np.maximum(np.concatenate([x, -x], 1), 0)
@@ -96,11 +111,11 @@ def in_numpy(model, tokens, begins=None):
             if late:
                 q, k = features(q, block.dpfp), features(k, block.dpfp)
             if block.normalize is not None:
-                q = q / np.linalg.norm(q, axis=-1, keepdims=True)
+                q = scaled(q, block.normalize.by)
                 if block.normalize.values:
-                    v = v / np.linalg.norm(v, axis=-1, keepdims=True)
+                    v = scaled(v, block.normalize.by)
                 else:
-                    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+                    k = scaled(k, block.normalize.by)
             if not late:
                 q, k = features(q, block.dpfp), features(k, block.dpfp)
             if block.shift_keys:
@@ -132,9 +147,7 @@ def in_numpy(model, tokens, begins=None):
         x = x + np.concatenate(heads, 1) @ layer.output + bias["output"]
         if block.mlp is not None:
             hidden = norm(x, layer.mlp_norm) @ layer.mlp_in + bias["mlp_in"]
-            relu = block.mlp.activation == "relu"
-            hidden = np.maximum(hidden, 0) if relu else hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
-            x = x + hidden @ layer.mlp_out + bias["mlp_out"]
+            x = x + activation(hidden, block.mlp.activation) @ layer.mlp_out + bias["mlp_out"]
         if config.clip is not None:
             x = np.clip(x, -config.clip, config.clip)
     x = norm(x, weights.final_norm)
@@ -151,6 +164,11 @@ VARIATIONS = {
         layer_norm=True, normalize=Normalize(), mlp=FeedForward(hidden=5), forgets=True, shift_keys=True
     ),
     "queries and values": dict(normalize=Normalize(values=True)),
+    "divided by sums": dict(normalize=Normalize(by="sum"), dpfp=1),
+    "features by sums": dict(normalize=Normalize(by="sum", of="features"), dpfp=1),
+    "mean zero, variance one": dict(normalize=Normalize(by="layer_norm")),
+    "gelu by tanh": dict(mlp=FeedForward(hidden=5, activation="gelu_tanh")),
+    "relu": dict(mlp=FeedForward(hidden=5, activation="relu")),
 }
 
 
@@ -169,6 +187,35 @@ def test_against_numpy(variation, mixer):
     tokens = tokens_like(config, 2)
     out = run(model, tokens)
     assert_close(out, np.stack([in_numpy(model, t) for t in tokens]), scale=5, name=variation)
+
+
+def test_lam_itself_is_learned():
+    """In released models the parameter is λ, of each head its own."""
+    model = built(small(Mesa(raw=True, lam_init=0.5)))
+    lam = [jnp.array([0.2, 3.0], jnp.float32), jnp.array([1.5, 0.05], jnp.float32)]
+    model = eqx.tree_at(lambda m: [layer.lam for layer in m.layers], model, lam)
+    tokens = tokens_like(model.config, 2)
+    assert_close(run(model, tokens), np.stack([in_numpy(model, t) for t in tokens]), scale=5)
+    # Where training drives it below zero, it is used as 1e-6.
+    sunk, least = (
+        eqx.tree_at(lambda m: [layer.lam for layer in m.layers], model, [jnp.full(2, at, jnp.float32)] * 2)
+        for at in (-0.3, 1e-6)
+    )
+    assert np.array_equal(run(sunk, tokens), run(least, tokens))
+
+
+def test_lam_that_goes_to_zero():
+    """Its gradient stays finite, and where λ is not small nothing changes by what keeps it from zero."""
+    model = built(small(Mesa()))
+    tokens = tokens_like(model.config, 2)
+    assert_close(run(model, tokens), np.stack([in_numpy(model, t) for t in tokens]), scale=5)
+    slope = jax.jit(jax.grad(lambda model: jnp.sum(model(tokens) ** 2)))
+    for raw in (-20.0, -50.0, -110.0, -1e4):
+        sunk = eqx.tree_at(lambda m: m.layers[1].lam, model, jnp.full(2, raw, jnp.float32))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((run(sunk, tokens), slope(sunk)))), raw
+    for lam in (1e-3, 1.0, 30.0, 1000.0):
+        start = built(small(Mesa(lam_init=lam))).layers[0].lam
+        np.testing.assert_allclose(np.logaddexp(0, np.asarray(start, np.float64)), lam, rtol=1e-5)
 
 
 # In the fast tier: attention with and without a map of its own. The other two share all of their code.
@@ -220,15 +267,37 @@ def test_causal_and_differentiable_for_many_seeds_at_once(mixer):
         assert np.any(leaf)
 
 
-def test_nothing_is_computed_that_is_not_read():
-    config = small(Mesa())
+@pytest.mark.parametrize("mixer", TWO)
+def test_nothing_is_computed_that_is_not_read(mixer):
+    config = small(MIXERS[mixer])
     model, tokens = built(config), tokens_like(config)
 
-    def size(function):
-        return len(jax.jit(function).lower(tokens).compile().as_text())
+    def operations(function):
+        return jax.jit(function).lower(tokens).compile().cost_analysis()["flops"]
 
-    assert size(lambda t: model.trace(t)[0]) == pytest.approx(size(lambda t: model(t)), rel=0.02)
-    assert size(lambda t: model.trace(t)[1]["blocks.0.mixer.attention"]) > 0
+    def first(t):
+        out, seen = model.trace(t)
+        return out, seen["blocks.0.mixer.attention"]
+
+    whole = operations(lambda t: model(t))
+    assert operations(lambda t: model.trace(t)[0]) == whole
+    assert operations(first) > whole
+    # What lies behind is not computed either.
+    assert operations(lambda t: model.trace(t)[1]["blocks.0.resid_post"]) < 0.6 * whole
+
+
+def test_attention_maps_can_be_edited():
+    """Those of softmax, which outputs are computed from; they lie on the way to the output only then."""
+    model = built(small(Softmax()))
+    tokens = tokens_like(model.config)
+    cut, seen = model.trace(tokens, edit={"blocks.0.mixer.attention": jnp.zeros_like})
+    assert not np.any(seen["blocks.0.mixer.heads"])
+    assert np.abs(cut - model(tokens)).max() > 1e-3
+    for mixer, there in ((Softmax(), True), (Linear(), False)):
+        model = built(small(mixer))
+        with pytest.raises(KeyError) as error:
+            jax.eval_shape(lambda t, m=model: m.trace(t, edit={"nothing": jnp.zeros_like}), tokens)
+        assert ("blocks.1.mixer.attention" in str(error.value)) == there
 
 
 def test_features_and_codes():
@@ -277,6 +346,51 @@ def test_decoding_equals_the_parallel_pass(mixer, at):
             parts, at_token = [*parts, out], at_token + size
         assert_close(jnp.concatenate(parts, 1), expected, scale=5, name=f"cut {cuts}")
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+    assert state.position == 7
+
+
+@pytest.mark.parametrize("mixer", TWO)
+def test_decoding_in_float64(mixer):
+    changes = VARIATIONS["everything else"] | dict(positions=Positions(dim=6))
+    config = small(MIXERS[mixer], **changes)
+    model, tokens = built(config), tokens_like(config, 2).astype(jnp.float64)
+    state, parts = model.init_state(2, length=7, dtype=jnp.float64), []
+    decode = jax.jit(lambda tokens, state: model.decode(tokens, state))
+    for part in jnp.split(tokens, [4, 5], 1):
+        out, state = decode(part, state)
+        parts.append(out)
+    out = jnp.concatenate(parts, 1)
+    assert out.dtype == jnp.float64
+    assert_close(out, np.stack([in_numpy(model, t) for t in tokens]), scale=5)
+    with pytest.raises(
+        TypeError, match=r"tokens: of dtype float64, and the state is for float32: .*dtype=float64\)"
+    ):
+        model.decode(tokens, model.init_state(2, length=7))
+    with pytest.raises(TypeError, match="tokens: of dtype float32, and the state is for float64"):
+        model.decode(tokens.astype(jnp.float32), state)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_decoding_beyond_the_length(forgets):
+    """Said where it can be; elsewhere nothing that there is room for is spoiled."""
+    config = small(Softmax(), forgets=forgets)
+    model, tokens = built(config), tokens_like(config, 2)
+    expected = run(model, tokens)
+    start = model.init_state(2, length=6)
+    _, state = model.decode(tokens[:, :4], start)
+    with pytest.raises(
+        ValueError, match=r"tokens: 3 after 4 do not fit .* room for 6\. .*init_state\(length=…\)"
+    ):
+        model.decode(tokens[:, 4:], state)
+    decode = jax.jit(lambda tokens, state: model.decode(tokens, state))
+    with pytest.raises(ValueError, match="tokens: 7 after 0 do not fit"):
+        decode(tokens, start)
+    one, state = decode(tokens[:, :4], start)
+    two, state = decode(tokens[:, 4:], state)
+    assert_close(jnp.concatenate([one, two], 1)[:, :6], expected[:, :6], scale=5)
+    # What is remembered is what was when the room was full.
+    _, full = decode(tokens[:, 4:6], decode(tokens[:, :4], start)[1])
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (state.layers, full.layers))))
     assert state.position == 7
 
 

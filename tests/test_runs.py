@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 import mesascope
-from mesascope import runs, sinks
-from mesascope.runs import Run, RunError, find, fit, load
+from mesascope import cli, runs, sinks, training
+from mesascope.runs import MissingRunError, Run, RunError, find, fit, load
 from mesascope.show import list_presets, list_runs, show_run
 from mesascope.store import StoreError, locked, read_arrays, read_metadata
 from mesascope.training import AdamW, Constant, Trainer
@@ -96,6 +96,52 @@ def test_what_a_run_leaves_behind(tmp_path):
         table(console)
         printed = console.export_text()
         assert "tiny" in printed or "hybrid-mesa" in printed
+
+
+def beginnings(where: Path, *names: str) -> None:
+    """Runs that have just begun, by their names."""
+    for name in names:
+        (where / name).mkdir(parents=True)
+        (where / name / "config.json").write_text("{}")
+
+
+def test_the_name_of_a_preset_stands_for_no_other(tmp_path):
+    beginnings(tmp_path, "linear-1-as-written-0123456789", "partial-softmax-7-5-0123456789")
+    beginnings(tmp_path, "lm-2-mesa-forget-cpu-0123456789", "lm-4-mesa-cpu-0123456789")
+    for name in ("linear-1", "partial-softmax-7", "lm-2-mesa"):
+        with pytest.raises(
+            MissingRunError, match=f"there is no run '{name}' in .*There are: linear-1-as-written"
+        ):
+            find(name, runs=tmp_path)
+    model, config = load("linear-1", runs=tmp_path)
+    assert config.name == "linear-1"
+    assert model.config == config.model
+    for name, whole in (
+        ("linear-1-as-written", "linear-1-as-written-0123456789"),
+        ("linear-1-as-written-01", "linear-1-as-written-0123456789"),
+        ("partial-softmax-7-5", "partial-softmax-7-5-0123456789"),
+        ("lm-4-mesa", "lm-4-mesa-cpu-0123456789"),
+    ):
+        assert find(name, runs=tmp_path).path.name == whole
+    # Where a digest begins like the rest of a longer name.
+    beginnings(tmp_path, "partial-softmax-7-1013456789")
+    with pytest.raises(MissingRunError, match="there is no run 'partial-softmax-7-10'"):
+        find("partial-softmax-7-10", runs=tmp_path)
+    assert find("partial-softmax-7", runs=tmp_path).path.name == "partial-softmax-7-1013456789"
+
+
+def test_a_released_model_takes_the_place_of_no_run(tmp_path):
+    with pytest.raises(MissingRunError, match=r"There is none\. Released models: .*linear-1, .*softmax-7"):
+        load("linear-5", runs=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"seed: the released linear-1 is one model, seed 0; got 1\. `mesascope train"
+    ):
+        load("linear-1", seed=1, runs=tmp_path)
+    beginnings(tmp_path, "linear-1-0123456789", "linear-1-9876543210")
+    with pytest.raises(
+        RunError, match=r"'linear-1' is one of several runs: linear-1-0123456789, linear-1-9876543210"
+    ):
+        load("linear-1", runs=tmp_path)
 
 
 @pytest.mark.faults
@@ -390,6 +436,119 @@ def test_command_line_errors_are_sentences(tmp_path):
         assert done.returncode != 0
         assert expected in " ".join((done.stderr + done.stdout).split())
         assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command line would have trained."""
+    configs = []
+
+    def fit(config, **options):
+        configs.append(config)
+        return Run(Path("nowhere"), stopped_by=signal.SIGTERM)
+
+    monkeypatch.setattr(runs, "fit", fit)
+    monkeypatch.setattr(training, "divide_cpu", lambda: None)
+
+    def ask(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", *arguments])
+        return ended.value.code
+
+    ask.configs = configs
+    return ask
+
+
+def test_fields_are_set_together(asked):
+    fields = ("task.state_dim=3", "model.token_dim=12", "model.output_dim=3", "model.masked=6")
+    asked("linear-1", *(word for field in fields for word in ("--set", field)))
+    assert asked.configs[0].model.masked == 6
+
+
+def test_the_preset_anywhere_among_the_arguments(asked, capsys):
+    # A signal ends a command with 128 and its number.
+    assert asked("--seeds", "2", "linear-1", "--train.steps", "20") == 143
+    assert (asked.configs[0].name, asked.configs[0].train.seeds, asked.configs[0].train.steps) == (
+        "linear-1",
+        2,
+        20,
+    )
+    assert asked("--seeds", "2", "linear-0", "--train.steps", "20") == 1
+    assert "preset: expected one, and before all options" in capsys.readouterr().err
+
+
+def test_seeds_are_said_once(asked, capsys):
+    assert asked("linear-1", "--seeds", "2", "--train.seeds", "3") == 1
+    assert "--seeds 2 and --train.seeds 3 are the same field" in capsys.readouterr().err
+    assert asked("linear-1", "--seeds", "2", "--set", "train.seeds=3") == 1
+    assert "--seeds and --set train.seeds are the same field" in capsys.readouterr().err
+    assert asked("linear-1", "--seeds", "3", "--train.seeds", "3") == 143
+
+
+def test_help_tells_all_kinds(asked, capsys):
+    assert asked("hybrid-mesa", "--help") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for choice in (
+        "task.transition=Orthogonal|FixedOrthogonal|Contracting",
+        "task.readout=Readout|null",
+        "task.nonlinearity=MLP|null",
+        "model.positions=Positions|null",
+        "model.blocks.N.mixer=Softmax|Linear|Mesa|Delta",
+        "model.blocks.N.normalize=Normalize|null",
+        "model.blocks.N.mlp=FeedForward|null",
+        "train.optimizer.rate=Constant|WarmupCosine",
+    ):
+        assert choice in printed
+
+
+class Recorder:
+    """A sink that remembers what became of it, and sends this process a signal if it is to."""
+
+    def __init__(self, run, step, *, kill=None):
+        self.open, self.kill = True, kill
+
+    def log(self, step, metrics):
+        if self.kill is not None:
+            os.kill(os.getpid(), self.kill)
+
+    def close(self):
+        self.open = False
+
+
+def test_a_signal_is_told(tmp_path):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = fit(tiny(), runs=tmp_path, sinks=[partial(Recorder, kill=number)])
+        assert not run.finished
+        assert run.stopped_by == number
+    run = fit(tiny(), runs=tmp_path)
+    assert run.finished
+    assert run.stopped_by is None
+
+
+def test_sinks_of_a_finished_run_and_sinks_that_fail(tmp_path):
+    opened = []
+
+    def first(run, step):
+        opened.append(Recorder(run, step))
+        return opened[-1]
+
+    def second(run, step):
+        raise RunError("wandb: needs something")
+
+    with pytest.raises(RunError, match="needs something"):
+        fit(tiny(), runs=tmp_path, sinks=[first, second])
+    assert [sink.open for sink in opened] == [False]
+    fit(tiny(), runs=tmp_path)
+    console = plain()
+    fit(tiny(), runs=tmp_path, sinks=[first], console=console)
+    assert len(opened) == 1
+    assert "metrics are sent while it is trained: none were now" in console.export_text()
+    # And a narrow table has whole names.
+    fit(dataclasses.replace(tiny(), name="a-name-that-is-longer-than-its-column"), runs=tmp_path)
+    console = Console(record=True, width=60, file=io.StringIO())
+    list_runs(tmp_path, console)
+    cells = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "│" in line]
+    assert all(path.name in "".join(cells) for path in tmp_path.iterdir())
 
 
 @pytest.mark.faults

@@ -1,5 +1,6 @@
 """`mesascope`: the command line."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -277,7 +278,8 @@ class Train:
     """Cut every batch over all devices; of all processes, where each has JAX_COORDINATOR_ADDRESS=HOST:PORT,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID, or was started by srun or mpirun."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Change the kind of something: `--set model.blocks.1.mixer=Linear`, or `PATH={"kind": "Mesa", "lam_init": 2}`."""
+    """Change the kind of something: `--set model.blocks.1.mixer=Linear`, or `PATH={"kind": "Mesa", "lam_init": 2}`.
+    The help of a preset begins with all kinds."""
 
     def run(self, config: "Config | None" = None) -> None:
         from rich.console import Console
@@ -289,9 +291,10 @@ class Train:
         from mesascope.training import divide_cpu
 
         config = preset(self.preset, self.variant) if config is None else config
-        for assignment in self.set:
-            config = with_field(config, assignment)
+        config = with_field(config, *self.set)
         if self.seeds is not None:
+            if any(given.partition("=")[0] == "train.seeds" for given in self.set):
+                raise ValueError("seeds: --seeds and --set train.seeds are the same field: give one of them.")
             config = replace(config, train=replace(config.train, seeds=self.seeds))
         chosen: list[Callable[[Run, int], Sink]] = [sinks.TensorBoard] if self.tensorboard else []
         if self.wandb is not None:
@@ -313,7 +316,7 @@ class Train:
         )
         if not run.finished:
             out_of_time = self.max_minutes is not None and time.monotonic() - began >= 60 * self.max_minutes
-            sys.exit(75 if out_of_time else 130)
+            sys.exit(75 if out_of_time else 128 + (run.stopped_by or signal.SIGINT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,8 +449,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if arguments[:1] == ["train"] and len(arguments) > 1 and not arguments[1].startswith("-"):
-            _train(arguments[1], arguments[2:])
+        if arguments[:1] == ["train"] and (name := _preset_among(arguments[1:])) is not None:
+            at = arguments.index(name)
+            _train(name, [*arguments[1:at], *arguments[at + 1 :]])
         elif arguments[:2] == ["lm", "train"] and len(arguments) > 2 and not arguments[2].startswith("-"):
             train_language_model(arguments[2], arguments[3:])
         elif arguments[:2] == ["sweep", "status"]:
@@ -465,6 +469,23 @@ def main(arguments: list[str] | None = None) -> None:
             f"[bold red]mesascope:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
         sys.exit(1)
+
+
+def _preset_among(arguments: list[str]) -> str | None:
+    """The preset that a command names, first or (if it is a known one) anywhere; None if it only asks for help."""
+    if not arguments or not arguments[0].startswith("-"):
+        return arguments[0] if arguments else None
+    from mesascope.presets import PRESETS
+
+    found = [argument for argument in arguments if argument in PRESETS]
+    if len(found) == 1:
+        return found[0]
+    if {"-h", "--help"} & set(arguments):
+        return None
+    raise ValueError(
+        "preset: expected one, and before all options: mesascope train PRESET --seeds 2 … "
+        "(`mesascope list` shows them)."
+    )
 
 
 def _train(name: str, arguments: list[str]) -> None:
@@ -488,12 +509,25 @@ def _train(name: str, arguments: list[str]) -> None:
     given = tyro.cli(
         options,
         prog=f"mesascope train {name}",
-        description=Train.__doc__,
+        description=f"{Train.__doc__}\n\nKinds that --set can choose: {'; '.join(_kinds(default))}.",
         args=[name, *arguments],
         default=options(command=Train(preset=name, variant=ahead.variant), config=default),
         config=(tyro.conf.AvoidSubcommands,),
     )
+    twice = any(argument.partition("=")[0] == "--train.seeds" for argument in arguments)
+    if twice and given.command.seeds not in (None, given.config.train.seeds):
+        raise ValueError(
+            f"seeds: --seeds {given.command.seeds} and --train.seeds {given.config.train.seeds} are the same field: "
+            "give one of them."
+        )
     given.command.run(given.config)
+
+
+def _kinds(config: "Config") -> list[str]:
+    """What can be chosen where something may be of several kinds, or nothing (null)."""
+    from mesascope.store import choices
+
+    return [f"{path}={'|'.join(kinds)}" for path, kinds in choices(config).items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """`mesascope lm`: the part of the command line that is about text."""
 
+import signal
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -118,7 +119,7 @@ class TrainLanguageModel:
         )
         if not run.finished:
             out_of_time = self.max_minutes is not None and time.monotonic() - began >= 60 * self.max_minutes
-            sys.exit(75 if out_of_time else 130)
+            sys.exit(75 if out_of_time else 128 + (run.stopped_by or signal.SIGINT))
         if jax.process_index() == 0:
             show_run(run)
 

@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from mesascope.ops import mesa_attention, mesa_init, mesa_step
 from mesascope.ops.mesa import Regularizer, State
 from mesascope.ops.methods import Chunked, Method, Pallas, Prefix, Recursive, resolve
+from mesascope.parts import inverse_softplus, positive_lam, wide
 
 # Under the square root of a norm: a token whose key is zero then has a finite gradient.
 NORM_FLOOR = 1e-6
-# Added to λ: where an optimizer drives λ to zero the layer ends as (small) linear attention, not as 1/0.
-LAM_FLOOR = 1e-15
 
 
 class _Pairs(NamedTuple):
@@ -156,10 +155,10 @@ class MesaLayer(eqx.Module):
         self.output_proj = eqx.nn.Linear(
             heads * value_dim, model_dim, use_bias=use_bias, dtype=dtype, key=keys[3]
         )
-        self.raw_lam = jnp.full((heads, key_dim if per_channel else 1), _inverse_softplus(lam_init), dtype)
+        self.raw_lam = jnp.full((heads, key_dim if per_channel else 1), inverse_softplus(lam_init), dtype)
         self.decay_gate = self.beta_gate = None
         if decay_init is not None:
-            start = _inverse_softplus(-math.log(decay_init))
+            start = inverse_softplus(-math.log(decay_init))
             self.decay_gate = _constant_gate(model_dim, heads, start, dtype, key=keys[4])
         if beta_init is not None:
             start = math.log(beta_init) - math.log1p(-beta_init)
@@ -170,7 +169,7 @@ class MesaLayer(eqx.Module):
     @property
     def lam(self) -> Float[Array, "head lam_channel"]:
         """λ > 0, `[heads, 1]` or `[heads, key]`, in float32 or wider."""
-        return jax.nn.softplus(self.raw_lam.astype(_wide(self.raw_lam.dtype))) + LAM_FLOOR
+        return positive_lam(self.raw_lam.astype(wide(self.raw_lam.dtype)))
 
     @overload
     def __call__(
@@ -273,26 +272,21 @@ class MesaLayer(eqx.Module):
             raise TypeError(f"x: expected a floating-point array {axes}, got dtype {x.dtype}.")
 
     def _project(self, x: Array) -> _Pairs:
-        wide = _wide(x.dtype)
+        precise = wide(x.dtype)
         queries, keys, values = (
-            _apply(linear, x).astype(wide).reshape(x.shape[0], self.heads, -1)
+            _apply(linear, x).astype(precise).reshape(x.shape[0], self.heads, -1)
             for linear in (self.query_proj, self.key_proj, self.value_proj)
         )
         if self.normalize:
             queries, keys = _unit(queries), _unit(keys)
         # Not in bfloat16: rounding b ≈ -7 there moves the rate of forgetting by percents.
-        x = x.astype(wide)
+        x = x.astype(precise)
         log_decay = None if self.decay_gate is None else -jax.nn.softplus(_apply(self.decay_gate, x))
         beta = None if self.beta_gate is None else jax.nn.sigmoid(_apply(self.beta_gate, x))
         return _Pairs(queries, keys, values, log_decay, beta)
 
     def _merge(self, out: Array, dtype: jnp.dtype) -> Array:
         return _apply(self.output_proj, out.reshape(out.shape[0], -1).astype(dtype))
-
-
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The precision in which the mesa operation computes for inputs of this one."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def _apply(linear: eqx.nn.Linear, x: Array) -> Array:
@@ -302,10 +296,6 @@ def _apply(linear: eqx.nn.Linear, x: Array) -> Array:
 
 def _unit(vectors: Array) -> Array:
     return vectors * jax.lax.rsqrt(jnp.sum(vectors**2, -1, keepdims=True) + NORM_FLOOR)
-
-
-def _inverse_softplus(y: float) -> float:
-    return y + math.log(-math.expm1(-y))
 
 
 def _constant_gate(

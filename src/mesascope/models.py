@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mesascope.ops import MesaState, delta_attention, linear_attention, mesa_attention, mesa_init, mesa_step
@@ -28,15 +29,17 @@ from mesascope.parts import (
     ACTIVATIONS,
     beside_codes,
     dpfp,
+    inverse_softplus,
     join_heads,
     layer_norm,
     matmul,
     normalized,
     positions,
+    positive_lam,
     split_heads,
     wide,
 )
-from mesascope.store import later
+from mesascope.store import check_numbers, later
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Mesa:
     lam_init: float = 1.0
     raw: bool = False
     method: str = "auto"
+
+    def __post_init__(self):
+        check_numbers(self, positive=("lam_init",))
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class FeedForward:
     hidden: int
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
 
+    def __post_init__(self):
+        check_numbers(self, hidden=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -117,6 +126,9 @@ class Block:
     shift_keys: bool = False
     mlp: FeedForward | None = None
 
+    def __post_init__(self):
+        check_numbers(self, heads=1, key_dim=1, dpfp=0)
+
     @property
     def is_plain(self) -> bool:
         """Softmax attention of queries and keys as they are."""
@@ -136,6 +148,9 @@ class Positions:
 
     at: Literal["key_inputs", "keys", "tokens"] = "key_inputs"
     dim: int = 40
+
+    def __post_init__(self):
+        check_numbers(self, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +185,8 @@ class ModelConfig:
     residual_init: float = later(1.0)
 
     def __post_init__(self):
+        sizes = dict(token_dim=1, output_dim=1, model_dim=1, init_std=0, residual_init=0)
+        check_numbers(self, positive=("clip",), **sizes)
         if not self.blocks:
             raise ValueError("blocks: expected at least one.")
         if self.model_dim is None and self.output_dim > self.token_dim:
@@ -276,12 +293,10 @@ class _Tap:
             self.seen[path] = value
         return value
 
-    def wants(self, path: str) -> bool:
-        """Whether somebody reads or edits it."""
-        return self.record or path in self.edit
-
-    def note(self, path: str, value: Callable[[], Array]) -> None:
-        """Something the model itself does not need."""
+    def note(self, path: str, value: Callable[[], Array], *, editable: bool = False) -> None:
+        """Something the model itself does not need, unless (where it is editable) somebody edits it."""
+        if editable:
+            self.met.add(path)
         if self.record:
             self.seen[path] = value()
 
@@ -345,7 +360,7 @@ class Layer(eqx.Module):
         self.lam = self.forget = self.forget_bias = self.rate = self.mlp_in = self.mlp_out = None
         if isinstance(block.mixer, Mesa):
             lam = block.mixer.lam_init
-            start = lam if block.mixer.raw else math.log(math.expm1(lam))
+            start = lam if block.mixer.raw else inverse_softplus(lam)
             self.lam = jnp.full((block.heads,), start, jnp.float32)
         if isinstance(block.mixer, Delta):
             self.rate = matrix(width, block.heads)
@@ -426,21 +441,23 @@ class Transformer(eqx.Module):
         tap.check()
         return predictions, tap.seen
 
-    def init_state(self, *batch: int, length: int | None = None) -> DecodingState:
+    def init_state(
+        self, *batch: int, length: int | None = None, dtype: DTypeLike = jnp.float32
+    ) -> DecodingState:
         """The state before the first token, for `decode`.
 
         Args:
             batch: sizes of the leading axes of the tokens.
-            length: how many tokens softmax layers have room for; no other layer needs it. Nothing can be said at
-                run time about a token beyond it: it takes the place of the last one.
+            length: how many tokens softmax layers have room for; no other layer needs it.
+            dtype: of the tokens. (What is remembered of bfloat16 is float32.)
         """
         layers = []
         for i, block in enumerate(self.config.blocks):
             if isinstance(block.mixer, Softmax) and length is None:
                 raise ValueError("length: softmax layers keep every token; say how many there will be.")
             shape = (*batch, block.heads, 1, self._key_dim(i))
-            last_key = jnp.zeros(shape, jnp.float32) if block.shift_keys else None
-            layers.append(LayerState(self._nothing_read(i, batch, length or 0), last_key))
+            last_key = jnp.zeros(shape, wide(dtype)) if block.shift_keys else None
+            layers.append(LayerState(self._nothing_read(i, batch, length or 0, wide(dtype)), last_key))
         return DecodingState(jnp.zeros((), jnp.int32), jnp.zeros(batch, jnp.int32), tuple(layers))
 
     def _key_dim(self, i: int) -> int:
@@ -449,21 +466,24 @@ class Transformer(eqx.Module):
         beside = codes.dim if i == 0 and codes is not None and codes.at == "keys" else 0
         return (block.key_dim + beside) * (2 * block.dpfp or 1)
 
-    def _nothing_read(self, i: int, batch: tuple[int, ...], length: int) -> Cache | MesaState | Array:
+    def _nothing_read(
+        self, i: int, batch: tuple[int, ...], length: int, dtype: jnp.dtype
+    ) -> Cache | MesaState | Array:
         """The memory of a layer before the first token."""
         layer, block, key_dim = self.layers[i], self.config.blocks[i], self._key_dim(i)
         heads = (*batch, block.heads)
         if isinstance(block.mixer, Softmax):
             return Cache(
-                jnp.zeros((*heads, length, key_dim), jnp.float32),
-                jnp.zeros((*heads, length, block.key_dim), jnp.float32),
-                jnp.zeros((*heads, length), jnp.float32) if block.forgets else None,
+                jnp.zeros((*heads, length, key_dim), dtype),
+                jnp.zeros((*heads, length, block.key_dim), dtype),
+                jnp.zeros((*heads, length), dtype) if block.forgets else None,
             )
         if isinstance(block.mixer, Mesa):
-            memory = mesa_init(jnp.broadcast_to(_lam(layer, block.mixer), (*heads, key_dim)), block.key_dim)
+            lam = jnp.broadcast_to(_lam(layer, block.mixer), (*heads, key_dim))
+            memory = mesa_init(lam, block.key_dim, dtype=dtype)
             assert isinstance(memory, MesaState)
             return memory
-        return jnp.zeros((*heads, block.key_dim, key_dim), jnp.float32)
+        return jnp.zeros((*heads, block.key_dim, key_dim), dtype)
 
     def decode(
         self,
@@ -475,14 +495,39 @@ class Transformer(eqx.Module):
         """Read on: predictions after each of these tokens, and the state after the last.
 
         However a sequence is cut into calls, the predictions are those of `model(tokens)`. Memory does not grow with
-        what has been read; softmax layers allocate it all in `init_state`.
+        what has been read; softmax layers allocate it all in `init_state`. Tokens for which they have no room are an
+        error, but under `jit`, where nobody knows how many have been read: there they are not remembered. Predictions
+        after those that came before them are right, and after them not.
 
         Args:
             begins: first tokens of documents. Without, the current document goes on.
+
+        Raises:
+            ValueError: the state has no room for so many.
+            TypeError: the state is for tokens of another dtype.
         """
+        self._check_state(tokens, state)
         predictions, after = self._run(tokens, state, _Tap({}, record=False), begins)
         assert after is not None
         return predictions, after
+
+    @staticmethod
+    def _check_state(tokens: Array, state: DecodingState) -> None:
+        made_for = jax.tree.leaves(state.layers)[0].dtype
+        if wide(tokens.dtype) != made_for:
+            raise TypeError(
+                f"tokens: of dtype {tokens.dtype}, and the state is for {made_for}: "
+                f"expected one of init_state(…, dtype={tokens.dtype})."
+            )
+        time, read = tokens.shape[-2] if tokens.ndim > 1 else 0, state.position
+        known = 0 if isinstance(read, jax.core.Tracer) else int(read)
+        for layer in state.layers:
+            room = layer.memory.keys.shape[-2] if isinstance(layer.memory, Cache) else None
+            if room is not None and known + time > room:
+                raise ValueError(
+                    f"tokens: {time} after {known} do not fit into a state that has room for {room}. "
+                    "Say how many there will be: init_state(length=…)."
+                )
 
     def _run(
         self, tokens: Array, state: DecodingState | None, tap: _Tap, begins: Array | None = None
@@ -527,7 +572,8 @@ class Transformer(eqx.Module):
         """Nothing, where the next token is the first of a document. (Softmax layers do not look back that far.)"""
         if isinstance(memory, Cache):
             return memory
-        fresh = self._nothing_read(i, begins.shape[:-1], 0)
+        dtype = jax.tree.leaves(memory)[0].dtype
+        fresh = self._nothing_read(i, begins.shape[:-1], 0, dtype)
         return jax.tree.map(lambda new, old: jnp.where(begins[..., :1, None, None], new, old), fresh, memory)
 
     def _project(self, x: Array, matrix: Array, bias: Array | None = None) -> Array:
@@ -594,7 +640,7 @@ class Transformer(eqx.Module):
         log_decay = rate = None
         if layer.forget is not None and layer.forget_bias is not None:
             gate = self._project(x.astype(wide(x.dtype)), layer.forget)
-            log_decay = -jax.nn.softplus(gate + layer.forget_bias)
+            log_decay = -jax.nn.softplus(gate + layer.forget_bias.astype(gate.dtype))
             log_decay = tap(f"{path}.mixer.log_decay", jnp.swapaxes(log_decay, -1, -2))
         if layer.rate is not None:
             rate = jax.nn.sigmoid(self._project(x.astype(wide(x.dtype)), layer.rate))
@@ -603,14 +649,16 @@ class Transformer(eqx.Module):
         memory = None if before is None else before.memory
         if isinstance(block.mixer, Softmax):
             assert memory is None or isinstance(memory, Cache)
-            wanted = tap.wants(f"{path}.mixer.attention")
-            if memory is None and log_decay is None and not wanted:
+            place = f"{path}.mixer.attention"
+            if memory is None and log_decay is None and place not in tap.edit:
+                # The map beside the output and not on the way to it, so that it costs nothing where it is not read.
+                times = jnp.arange(q.shape[-2], dtype=jnp.int32)
+                tap.note(place, lambda: _attention(q, k, None, None, times, documents), editable=True)
                 starts = None if documents is None else documents.starts[..., None, :]
-                q, k, v = (a.astype(x.dtype) for a in (q, k, v))
-                heads = causal_softmax(q, k, v, starts)
+                heads = causal_softmax(*(a.astype(x.dtype) for a in (q, k, v)), starts)
             else:
                 heads, memory = _softmax(
-                    q, k, v, log_decay, memory, start, documents, lambda a: tap(f"{path}.mixer.attention", a)
+                    q, k, v, log_decay, memory, start, documents, lambda a: tap(place, a)
                 )
         else:
             mixer, segments = block.mixer, None if documents is None else documents.segments
@@ -643,24 +691,34 @@ def _softmax(
             so_far = jnp.where(start > 0, cache.log_decay[..., jnp.maximum(start - 1, 0)], 0)
             running = running + so_far[..., None]
 
-        def add(old: Array, new: Array, axis: int) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(old, new, start, old.ndim + axis)
+        # Token by token: a slice that does not fit would be moved back, over those that came before.
+        keys, values = (
+            old.at[..., times, :].set(new, mode="drop", unique_indices=True)
+            for old, new in ((cache.keys, k), (cache.values, v))
+        )
+        sums = cache.log_decay
+        if running is not None and sums is not None:
+            sums = sums.at[..., times].set(running, mode="drop", unique_indices=True)
+        cache = Cache(keys, values, sums)
+        k, v = keys, values
+    past = running if cache is None else cache.log_decay
+    weights = tap(_attention(q, k, running, past, times, documents))
+    return jnp.einsum("...ti,...id->...td", weights, v, precision=jax.lax.Precision.HIGHEST), cache
 
-        sums = None if running is None or cache.log_decay is None else add(cache.log_decay, running, -1)
-        cache = Cache(add(cache.keys, k, -2), add(cache.values, v, -2), sums)
-        k, v = cache.keys, cache.values
+
+def _attention(
+    q: Array, k: Array, running: Array | None, past: Array | None, times: Array, documents: _Documents | None
+) -> Float[Array, "*batch head time length"]:
+    """How much each of the tokens at these times takes from each token; running and past are $c_t$ and $c_i$."""
     logits = jnp.einsum("...td,...id->...ti", q, k, precision=jax.lax.Precision.HIGHEST)
     logits = logits / math.sqrt(q.shape[-1])
-    if running is not None:
-        past = running if cache is None else cache.log_decay
-        assert past is not None
+    if running is not None and past is not None:
         logits = logits + running[..., :, None] - past[..., None, :]
     index = jnp.arange(k.shape[-2], dtype=jnp.int32)
     visible = index <= times[:, None]
     if documents is not None:
         visible = visible & (index >= documents.starts[..., None, :, None])
-    weights = tap(jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), -1))
-    return jnp.einsum("...ti,...id->...td", weights, v, precision=jax.lax.Precision.HIGHEST), cache
+    return jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), -1)
 
 
 def _regress(
@@ -700,4 +758,4 @@ def _regress(
 
 def _lam(layer: Layer, mixer: Mesa) -> Float[Array, "head 1"]:
     assert layer.lam is not None
-    return (jnp.maximum(layer.lam, 1e-6) if mixer.raw else jax.nn.softplus(layer.lam))[:, None]
+    return (jnp.maximum(layer.lam, 1e-6) if mixer.raw else positive_lam(layer.lam))[:, None]

@@ -46,6 +46,19 @@ matmul = with_closed_form(_product, _product_forward, _product_backward, static=
 """`matmul(x, matrix, precision, out)`: products in the dtype of x, summed up in the dtype `out`."""
 
 
+# Added to λ: where an optimizer drives λ to zero the layer ends as (small) linear attention, not as 1/0.
+LAM_FLOOR = 1e-15
+
+
+def positive_lam(raw: Float[Array, "*head"]) -> Float[Array, "*head"]:
+    r"""$\lambda = \mathrm{softplus}$ of a parameter, and a little more."""
+    return jax.nn.softplus(raw) + LAM_FLOOR
+
+
+def inverse_softplus(y: float) -> float:
+    return y + math.log(-math.expm1(-y))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     # By erf, not by erfc as in jax.nn: several times faster, and as accurate where it matters (absolutely).
     "gelu": lambda x: 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5))),
@@ -86,7 +99,10 @@ def beside_codes(x: Array, codes: Array) -> Array:
 
 def layer_norm(x: Array, scale: Array | None) -> Array:
     """Mean zero and variance one over the last axis, times the scale; x itself where there is none."""
-    return x if scale is None else (scale * _standardized(x.astype(wide(x.dtype)))).astype(x.dtype)
+    if scale is None:
+        return x
+    precise = wide(x.dtype)
+    return (scale.astype(precise) * _standardized(x.astype(precise))).astype(x.dtype)
 
 
 def _standardized(x: Array) -> Array:

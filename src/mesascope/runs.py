@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -40,7 +40,9 @@ import numpy as np
 from rich.console import Console
 
 from mesascope import __version__, mirror, released, store
+from mesascope.language.presets import LANGUAGE_PRESETS
 from mesascope.language.training import LanguageConfig, LanguageTrainer
+from mesascope.presets import PRESETS
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
 from mesascope.training import Config, TrainConfig, Trainer, TrainState, over_the_cores
@@ -59,6 +61,10 @@ class RunError(RuntimeError):
 
 class DivergedError(RunError):
     """A training whose loss is not finite any more."""
+
+
+class MissingRunError(RunError):
+    """A run that is not there."""
 
 
 class BusyError(RunError):
@@ -83,9 +89,11 @@ class Run:
 
     Attributes:
         path: of the directory.
+        stopped_by: the signal that ended the call of `fit` which returned it.
     """
 
     path: Path
+    stopped_by: int | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def config(self) -> Any:
@@ -274,6 +282,10 @@ def fit(
             _mend(run, alone, progress)
         if run.finished:
             progress.note(f"{folder.where} has already been trained.")
+            if sinks:
+                progress.note(
+                    "metrics are sent while it is trained: none were now. To train it anew: --fresh."
+                )
             return run
         trainer = trainer or alone
         state = run._restore(trainer.shapes, progress)
@@ -288,16 +300,17 @@ def fit(
             _note_changes(run, int(state.step), trainer.devices, progress)
         opened: list[Sink] = []
         try:
-            opened += [sink(run, int(state.step)) for sink in sinks]
+            for sink in sinks:
+                opened.append(sink(run, int(state.step)))
             send = partial(_send, folder, runs, progress)
-            _train(run, send, trainer, state, progress, max_minutes, save_seconds, opened)
+            stopped_by = _train(run, send, trainer, state, progress, max_minutes, save_seconds, opened)
         finally:
             progress.stop()
             for sink in opened:
                 sink.close()
     if run.finished:
         progress.finished(folder.where, np.array(run.result["loss"]))
-    return run
+    return replace(run, stopped_by=stopped_by)
 
 
 def keep_compiled(runs: str | Path) -> None:
@@ -343,7 +356,8 @@ def _train(
     max_minutes: float | None,
     save_seconds: float,
     sinks: Sequence[Sink],
-) -> None:
+) -> int | None:
+    """To the end; or until a signal, which is returned, or for as long as it may take."""
     train = trainer.config.train
     began = last_save = time.monotonic()
     clock, first = _Clock(), int(state.step)
@@ -385,7 +399,7 @@ def _train(
             if interrupted or out_of_time:
                 why = "interrupted" if interrupted else f"stopped after {max_minutes:g} minutes"
                 progress.note(f"{why} at step {step} and saved; the same command goes on from here.")
-                return
+                return interrupted[0] if interrupted else None
             # Short enough for a bar that moves and an answer to Ctrl-C, long enough not to matter.
             target = min(stride, train.eval_every - step % train.eval_every, train.steps - step)
             if train.keep_every is not None:
@@ -687,23 +701,35 @@ def path_of(config: Config | LanguageConfig, runs: str | Path = "runs") -> Path:
 
 
 def find(run_or_name: str | Path, *, runs: str | Path = "runs") -> Run:
-    """The run in that directory or at that URL, or the one run whose name begins so."""
+    """The run in that directory or at that URL, of that preset, or the one run whose name begins so.
+
+    Raises:
+        MissingRunError: there is none.
+        RunError: there are several.
+    """
     if mirror.is_url(run_or_name):
         runs, _, run_or_name = str(run_or_name).rstrip("/").rpartition("/")
     elif (Path(run_or_name) / "config.json").exists():
         return Run(Path(run_or_name))
-    there = mirror.names(runs)
-    found = [name for name in there if str(run_or_name) and name.startswith(str(run_or_name))]
-    exact = [name for name in found if str(run_or_name) in (name, name.rpartition("-")[0])]
-    found = exact or found
+    there, asked = mirror.names(runs), str(run_or_name)
+    exact = [name for name in there if asked in (name, name.rpartition("-")[0])]
+    found = exact or [name for name in there if asked and _stands_for(asked, name)]
     if len(found) == 1:
         return Run(mirror.at(runs, found[0]).seen())
     if found:
-        raise RunError(f"{run_or_name!r} is one of several runs: {', '.join(found)}. Which one?")
-    raise RunError(
-        f"there is no run {str(run_or_name)!r} in {runs}. "
-        f"There {'are: ' + ', '.join(there) if there else 'is none'}."
+        raise RunError(f"{asked!r} is one of several runs: {', '.join(found)}. Which one?")
+    raise MissingRunError(
+        f"there is no run {asked!r} in {runs}. There {'are: ' + ', '.join(there) if there else 'is none'}."
     )
+
+
+def _stands_for(asked: str, name: str) -> bool:
+    """Whether the beginning of a run's name tells it. That of a preset stands for no other preset, be it longer."""
+    if asked.removesuffix("-as-written") in PRESETS:
+        return False
+    if asked in LANGUAGE_PRESETS:  # PRESET-SIZE-DIGEST
+        return name.rsplit("-", 2)[0] == asked
+    return name.startswith(asked)
 
 
 def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -> tuple[Any, Any]:
@@ -717,10 +743,14 @@ def load(run_or_name: str | Path, seed: int = 0, *, runs: str | Path = "runs") -
     """
     try:
         run = find(run_or_name, runs=runs)
-    except RunError:
-        path = released.weights_path(str(run_or_name))
-        if seed != 0 or not path.exists():
-            raise
-        models, config = released.read_model(path)
+    except MissingRunError as error:
+        name, known = str(run_or_name), released.names()
+        if name not in known:
+            raise MissingRunError(f"{error} Released models: {', '.join(known)}.") from None
+        if seed != 0:
+            raise ValueError(
+                f"seed: the released {name} is one model, seed 0; got {seed}. `mesascope train {name}` trains more."
+            ) from error
+        models, config = released.read_model(released.weights_path(name))
         return jax.tree.map(lambda leaf: leaf[0], models), config
     return run.model(seed), run.config

@@ -95,6 +95,7 @@ def list_runs(runs: str | Path, console: Console | None = None) -> None:
         console.print(f"no runs in {runs}", highlight=False)
         return
     table = Table("run", "seeds", "steps", "loss on fresh sequences", "made by", title=f"runs in {runs}")
+    table.columns[0].overflow = "fold"  # a name that is cut off finds no run
     now = source_hash()
     for run in (Run(mirror.at(runs, name).seen(weights=False)) for name in there):
         try:

@@ -3,13 +3,14 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import reprlib
 import time
 import types
 import typing
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, field, fields, is_dataclass
 from pathlib import Path
@@ -256,6 +257,23 @@ def later(default: Any) -> Any:
     return field(default=default, metadata={"later": True})
 
 
+def check_numbers(config: Any, *, positive: Sequence[str] = (), **at_least: float) -> None:
+    """For the `__post_init__` of a configuration: its numbers are finite, and these as large as they must be.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, value in ((f.name, getattr(config, f.name)) for f in fields(config)):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value):
+            raise ValueError(f"{name}: expected a finite number, got {value}.")
+        if name in positive and not value > 0:
+            raise ValueError(f"{name}: expected more than 0, got {value}.")
+        if name in at_least and value < at_least[name]:
+            raise ValueError(f"{name}: expected at least {at_least[name]:g}, got {value}.")
+
+
 def from_dict(data: Any, root: type[T]) -> T:
     """The dataclass back. Fields that did not exist yet take their defaults."""
     value = _revive(data, _kinds(root))
@@ -293,6 +311,25 @@ def _assign(data: Any, assignment: str, kinds: Mapping[str, type]) -> None:
     except StoreError:
         value = {"kind": text} if text in kinds else text
     place[last] = value
+
+
+def choices(config: Any, path: str = "") -> dict[str, list[str]]:
+    """Fields of a configuration that may be of several kinds, by path (N for a number): the names of these, and null
+    for none."""
+    found: dict[str, list[str]] = {}
+    if isinstance(config, tuple):
+        for item in config:
+            found |= choices(item, f"{path}.N")
+    if not is_dataclass(config):
+        return found
+    for name, hint in typing.get_type_hints(type(config)).items():
+        where = f"{path}.{name}".lstrip(".")
+        options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+        kinds = [option.__name__ for option in options if is_dataclass(option) and isinstance(option, type)]
+        if kinds:
+            found[where] = kinds + ["null"] * (types.NoneType in options)
+        found |= choices(getattr(config, name), where)
+    return found
 
 
 def digest(config: Any) -> str:

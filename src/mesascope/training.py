@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 from mesascope.models import ModelConfig, Transformer
-from mesascope.store import later
+from mesascope.store import check_numbers, later
 from mesascope.tasks import Dynamics, Examples, Standard, Tokens
 from mesascope.untrusted import is_plain_name
 
@@ -31,12 +31,18 @@ Params = TypeVar("Params")
 Batch = TypeVar("Batch")
 T = TypeVar("T")
 
+# Held-out sequences are the same for all runs: keys far from those of any training seed.
+HELD_OUT, FINAL = 2**31 - 1, 2**31 - 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
     """One learning rate from beginning to end."""
 
     peak: float = 1e-4
+
+    def __post_init__(self):
+        check_numbers(self, peak=0)
 
     def __call__(self, step: ArrayLike) -> Float[Array, ""]:
         return jnp.full((), self.peak, jnp.float32)
@@ -59,6 +65,7 @@ class WarmupCosine:
     start: float = later(0.0)
 
     def __post_init__(self):
+        check_numbers(self, peak=0, floor=0, start=0)
         if not 0 <= self.warmup < self.end:
             raise ValueError(f"warmup: expected less than end = {self.end}, got {self.warmup}.")
 
@@ -87,6 +94,12 @@ class AdamW:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+
+    def __post_init__(self):
+        check_numbers(self, positive=("clip",), weight_decay=0, b1=0, b2=0, eps=0)
+        for name in ("b1", "b2"):
+            if not getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)}.")
 
     def build(self) -> optax.GradientTransformation:
         """As optax has it."""
@@ -123,19 +136,13 @@ class TrainConfig:
     final_sequences: int = 4096
 
     def __post_init__(self):
-        for name in (
-            "steps",
-            "batch_size",
-            "seeds",
-            "eval_every",
-            "eval_batches",
-            "eval_batch_size",
-            "final_sequences",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}.")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every: expected at least 1 or None, got {self.keep_every}.")
+        counts = dict(steps=1, batch_size=1, seeds=1, eval_every=1, eval_batches=1, eval_batch_size=1)
+        check_numbers(self, **counts, final_sequences=1, keep_every=1, first_seed=0)
+        if self.first_seed + self.seeds > FINAL:
+            raise ValueError(
+                f"first_seed: expected seeds below {FINAL}, for those from there on are of held-out sequences; "
+                f"got {self.first_seed}."
+            )
         if self.final_sequences % self.eval_batch_size:
             raise ValueError(
                 f"final_sequences: expected a multiple of eval_batch_size = {self.eval_batch_size}, "
@@ -261,10 +268,6 @@ def everywhere(array: ArrayLike, sharding: NamedSharding | None) -> Array:
     assert sharding is not None
     local = np.asarray(array)
     return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
-
-
-# Held-out sequences are the same for all runs: keys far from those of any training seed.
-HELD_OUT, FINAL = 2**31 - 1, 2**31 - 2
 
 
 # Whose activations stay near a CPU's cores (benchmarks/README.md).

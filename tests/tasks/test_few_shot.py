@@ -80,6 +80,33 @@ def test_labels():
     assert abs(x.std() - 1) < 0.02
 
 
+def test_keys_are_used_as_by_the_released_code():
+    """Key in two, matrices and inputs; the noise of labels from the key itself, one for the whole batch."""
+    task = FewShot.preset()
+    with jax.threefry_partitionable(False):
+        regression = task.sample(KEY, 3)
+        w_key, x_key = jax.random.split(KEY)
+        w = np.asarray(jax.random.orthogonal(w_key, 10, (3,), jnp.float32), np.float64)
+        x = np.asarray(jax.random.uniform(x_key, (3, 112, 10), jnp.float32, -1, 1))
+        noise = 0.01 * np.asarray(jax.random.normal(KEY, (112, 10), jnp.float32), np.float64)
+    inputs, labels, transition = (np.asarray(a)[:, 0] for a in regression)
+    assert np.array_equal(inputs, x)
+    assert np.abs(transition - w).max() < 1e-5
+    for b in range(3):
+        for i in range(112):
+            assert np.abs(labels[b, i] - (w[b] @ x[b, i] + noise[i])).max() < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, dict(switch=80), dict(variant="as_written")])
+def test_same_key_same_bytes(changes):
+    task = FewShot.preset(**changes)
+    one, two, other = (task.sample(jax.random.key(seed), 4) for seed in (3, 3, 4))
+    for a, b, c in zip(one, two, other, strict=True):
+        assert a.dtype == jnp.float32
+        assert np.array_equal(a, b)
+        assert not np.array_equal(a, c)
+
+
 def test_gradients_reach_what_is_learned():
     task = FewShot.preset(eos=True, prefix=20)
     regression = task.sample(KEY, 2)
