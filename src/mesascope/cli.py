@@ -229,18 +229,24 @@ class Plot:
     """The preset that they were computed with."""
     out: Path = Path("report")
     """Directory of the page, figures and arrays."""
+    runs: str = "runs"
+    """Directory of trained models, or a URL (extra: remote): what was tuned for figures is published from there."""
+    publish: Path | None = None
+    """Also write arrays, figures and claims into this directory (`results`)."""
 
     def run(self) -> None:
         from rich.console import Console
 
         from mesascope.experiments.lab import SCALES
-        from mesascope.experiments.reproduce import redraw
+        from mesascope.experiments.reproduce import publish, redraw
         from mesascope.report import write_page
 
         console, scale = Console(), SCALES[self.preset]
         outcomes = redraw(self.figures, scale=scale, out=self.out, console=console)
         page = write_page(outcomes, self.out / "index.html", scale=scale)
         console.print(f"the page: {page}", highlight=False, soft_wrap=True)
+        if self.publish is not None:
+            publish(outcomes, self.publish, self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,6 +109,8 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
             ) from None
         except NotReleasedError as missing:
             part = stored_about.get("pieces", {}).get(name)
+            if part is None and experiment.in_parts and stored:
+                continue
             if part is None:
                 raise NothingStoredError(
                     f"{experiment.id}: the repository has neither {missing} nor the arrays of the piece {name!r}. "
@@ -171,10 +173,13 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
         origin = {n: "recomputed" if n in arrays else "stored" for n in {*arrays, *stored}}
         whole = results.spliced(stored, arrays)
         if missing := [piece for piece in experiment.pieces if piece not in about]:
-            raise StoreError(
+            told = (
                 f"{name} has not been computed, or not all of it ({', '.join(missing)} missing): "
                 f"mesascope reproduce {name} --preset {scale.name}"
             )
+            if not (experiment.in_parts and about):
+                raise StoreError(told)
+            console.print(told, style="yellow", markup=False, highlight=False, soft_wrap=True)
         result = Result(figure=name, arrays=whole, origin=origin, about=about)  # pyright: ignore[reportArgumentType]
         outcomes.append(_outcome(experiment, result, scale))
         for path in draw_to(outcomes[-1], out / scale.name / "figures"):
