@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +199,38 @@ def test_a_figure_in_parts_is_drawn_and_published(tmp_path, capsys):
         "lm-1-two-layers": "holds", "lm-2-two-layers": "holds", "lm-2-smooth-two-layers": "holds",
     }  # fmt: skip
     assert (tmp_path / "results" / "arrays" / "lm-two-layers.npz").exists()
+
+
+def test_one_piece_of_a_figure(tmp_path, monkeypatch):
+    """Those asked for are computed; the others are drawn if they are there, and not trained for that."""
+    computed = []
+
+    def piece(name):
+        def compute(lab):
+            computed.append(name)
+            return {
+                n: Named(np.asarray(v), ("axis",) * np.ndim(v))
+                for n, v in LAYERS.items()
+                if n.split("_")[0] == name
+            }
+
+        return compute
+
+    figure = replace(experiment("lm-two-layers"), pieces={name: piece(name) for name in MIXERS})
+    monkeypatch.setattr("mesascope.experiments.experiment", lambda name: figure)
+    console = Console(file=io.StringIO(), width=200)
+    options = dict(scale=SCALES["quick"], out=tmp_path, run_directory=tmp_path / "runs", console=console)
+    reproduce(["lm-two-layers/mesa"], **options)
+    (outcome,) = reproduce(["lm-two-layers/linear", "lm-two-layers/mesa"], **options)
+    assert computed == ["mesa", "linear"]
+    assert [line.label for line in outcome.panels[0].lines] == ["linear", "mesa"]
+    with pytest.raises(
+        ValueError, match=r"lm-two-layers/cosine: there is no such piece\. .* has softmax, linear"
+    ):
+        reproduce(["lm-two-layers/cosine"], **options)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="it is computed as a whole"):
+        reproduce(["fig4/a"], **options)
 
 
 # The search for a learning rate.

@@ -169,7 +169,9 @@ def test_wrong_configurations_are_named():
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_losses_are_the_cross_entropy_of_the_logits(compute):
     """At all tokens or at some, with gradients; in bfloat16 sizes are filled up."""
-    model, targets = built(small(Linear(), compute=compute, init_std=0.2)), jnp.roll(TOKENS, -1, 1)
+    block = Block(mixer=Linear(), heads=1, key_dim=2)
+    model = built(small(Linear(), blocks=(block,), compute=compute, init_std=0.2))
+    targets = jnp.roll(TOKENS, -1, 1)
 
     def plain(model):
         logits = model(TOKENS)

@@ -178,7 +178,7 @@ class LanguageTrainer:
 
     def start(self) -> TrainState:
         """Before the first step."""
-        return self._programs.start(self.config.model, self._seeds)
+        return self._programs.start(self.config.model, everywhere(self._seeds, self._everywhere))
 
     def place(self, state: TrainState) -> TrainState:
         """A state from elsewhere, on the devices that train it."""
@@ -252,7 +252,8 @@ class LanguageTrainer:
             at: number of the step, where that is known: to ask the state is to wait for it.
         """
         rate = self._rates[int(state.step) if at is None else at]
-        return self._programs.step(state, failed, rate, self._seeds, batches)
+        given = (everywhere(a, self._everywhere) for a in (rate, self._seeds))
+        return self._programs.step(state, failed, *given, batches)
 
     def advance(self, state: TrainState, steps: int) -> Advanced:
         """Some steps more, for all seeds. The given state is used up.
@@ -381,7 +382,7 @@ class LanguageTrainer:
 class _Programs(NamedTuple):
     """What is compiled once for all experiments that differ in rates, seeds and numbers of steps alone."""
 
-    start: Callable[[LanguageModelConfig, np.ndarray], TrainState]
+    start: Callable[[LanguageModelConfig, Any], TrainState]
     gradient: Callable[..., tuple[Float[Array, " seed"], LanguageModel]]
     step: Callable[..., Advanced]
     failed: Callable[[TrainState, Array], Array]
