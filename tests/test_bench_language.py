@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from mesascope.bench_language import bench_language, model_flops, on_random_tokens, step_seconds
+from mesascope.bench_language import bench_language, model_flops, on_random_tokens, random_batch, step_seconds
 from tests.language.test_training import RECALL, tiny
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -27,7 +27,10 @@ def test_the_table(tmp_path):
     console, out = Console(record=True, width=160, file=io.StringIO()), tmp_path / "bench.json"
     small = ("task.length=8", "train.batch_size=2", "accumulate=1")
     presets = ("lm-keyshift-linear-nu0", "lm-keyshift-mesa-nu0")
-    assert on_random_tokens(presets[0], "cpu", small).train.batch_size == 2
+    config = on_random_tokens(presets[0], "cpu", small)
+    assert config.train.batch_size == 2
+    assert random_batch(config).predicts.shape == (1, 2, 8)
+    assert random_batch(config).predicts.all(), "as many logits as of text"
     bench_language(
         presets=presets, size="cpu", set=small, repeats=2, peak_tflops=1.0, out=out, console=console
     )

@@ -15,7 +15,7 @@ from mesascope.bench import Report, machine
 from mesascope.language import LanguageConfig, LanguageTrainer, language_preset
 from mesascope.language.presets import Size
 from mesascope.store import with_field
-from mesascope.tasks import AssociativeRecall
+from mesascope.tasks import Passages
 from mesascope.tasks.text import Text
 
 GPT2 = partial(Text, corpus="", vocabulary=50257, eos=50256)
@@ -26,8 +26,15 @@ def on_random_tokens(name: str, size: Size, changes: tuple[str, ...] = ()) -> La
     config = language_preset(name, lambda length: GPT2(length=length), size)
     for assignment in changes:
         config = with_field(config, assignment)
-    task = AssociativeRecall(vocabulary=config.model.vocabulary, pairs=1, length=config.task.length)
-    return dataclasses.replace(config, task=task, train=dataclasses.replace(config.train, seeds=1))
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, seeds=1))
+
+
+def random_batch(config: LanguageConfig) -> Passages:
+    """For one seed; every token is predicted, as in text."""
+    shape = (1, config.train.batch_size, config.task.length + 1)
+    tokens = np.random.default_rng(0).integers(config.model.vocabulary, size=shape, dtype=np.int32)
+    here, there = tokens[..., :-1], tokens[..., 1:]
+    return Passages(here, there, np.ones(here.shape, bool), np.zeros_like(here))
 
 
 def step_seconds(configs: dict[str, LanguageConfig], *, repeats: int) -> dict[str, np.ndarray]:
@@ -35,7 +42,7 @@ def step_seconds(configs: dict[str, LanguageConfig], *, repeats: int) -> dict[st
     run = {}
     for name, config in configs.items():
         trainer = LanguageTrainer(config)
-        batch = jax.tree.map(lambda a: jnp.asarray(a)[None], trainer.batch(0, 0))
+        batch = jax.tree.map(jnp.asarray, random_batch(config))
         # A state that is used up cannot be kept, so each is made anew from what the last step left.
         run[name] = [trainer, batch, trainer.step(trainer.start(), jnp.full(1, -1, jnp.int32), batch)]
     samples: dict[str, list[float]] = {name: [] for name in configs}

@@ -140,7 +140,7 @@ class Reproduce:
     """Regenerate figures of the paper and hold them to its claims. Exit status 1: a claim is not as committed."""
 
     figures: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Which, such as `fig4 fig7`; all of them unless given."""
+    """Which, such as `fig4 fig7`; all of them unless given. Of language models also some: `lm-two-layers/mesa`."""
     preset: Literal["smoke", "released", "quick", "paper"] = "released"
     """From released weights; or trained here: `quick` at reduced scale, `paper` with five seeds (a GPU), `smoke` to
     see that it runs."""
@@ -238,18 +238,24 @@ class Plot:
     """The preset that they were computed with."""
     out: Path = Path("report")
     """Directory of the page, figures and arrays."""
+    runs: str = "runs"
+    """Directory of trained models, or a URL (extra: remote): what was tuned for figures is published from there."""
+    publish: Path | None = None
+    """Also write arrays, figures and claims into this directory (`results`)."""
 
     def run(self) -> None:
         from rich.console import Console
 
         from mesascope.experiments.lab import SCALES
-        from mesascope.experiments.reproduce import redraw
+        from mesascope.experiments.reproduce import publish, redraw
         from mesascope.report import write_page
 
         console, scale = Console(), SCALES[self.preset]
         outcomes = redraw(self.figures, scale=scale, out=self.out, console=console)
         page = write_page(outcomes, self.out / "index.html", scale=scale)
         console.print(f"the page: {page}", highlight=False, soft_wrap=True)
+        if self.publish is not None:
+            publish(outcomes, self.publish, self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,8 @@ class TrainLanguageModel:
     """The paper's, one for a GPU-hour, or a small one for a CPU."""
     seeds: int | None = None
     """How many models to train (train.seeds)."""
+    rate: float | None = None
+    """The largest learning rate; it starts and ends in proportion. (`--train.steps` stretches its schedule.)"""
     resets: bool = False
     """Nothing reaches from one document into the next."""
     runs: str = "runs"
@@ -80,6 +82,8 @@ class TrainLanguageModel:
     """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
     save_seconds: float = 300.0
     """Time between checkpoints; the result does not depend on it."""
+    weights: bool = True
+    """Keep them. What is measured of a model does not need them, only `mesascope lm eval` and `sample` do."""
     data_parallel: bool = False
     """Cut every batch over all devices of all processes, and not only over those of this one: where each has
     JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or was started by srun or mpirun."""
@@ -91,7 +95,7 @@ class TrainLanguageModel:
         from rich.console import Console
 
         from mesascope import parallel
-        from mesascope.language import language_preset
+        from mesascope.language import language_preset, with_rate
         from mesascope.runs import fit, keep_compiled
         from mesascope.show import show_run
         from mesascope.store import with_field
@@ -104,6 +108,8 @@ class TrainLanguageModel:
             config = replace(config, model=replace(config.model, resets_at=config.task.eos))  # pyright: ignore
         if self.seeds is not None:
             config = replace(config, train=replace(config.train, seeds=self.seeds))
+        if self.rate is not None:
+            config = with_rate(config, self.rate)
         if self.data_parallel:
             parallel.join()
         keep_compiled(self.runs)
@@ -115,6 +121,7 @@ class TrainLanguageModel:
             fresh=self.fresh,
             max_minutes=self.max_minutes,
             save_seconds=self.save_seconds,
+            weights=self.weights,
             console=Console(),
         )
         if not run.finished:
@@ -140,10 +147,13 @@ class Rates:
     """Of the steps."""
     runs: str = "runs"
     """Directory of runs, or a URL (extra: remote)."""
+    max_minutes: float | None = None
+    """Stop cleanly after so many minutes, with exit status 75; the same command goes on later."""
 
     def run(self) -> None:
         from rich.console import Console
 
+        from mesascope.experiments.lab import OutOfTimeError
         from mesascope.experiments.rates import best, search_rates
         from mesascope.language import language_preset
         from mesascope.runs import keep_compiled
@@ -152,12 +162,23 @@ class Rates:
         keep_compiled(self.runs)
         console = Console()
         config = language_preset(self.preset, Corpus(self.data).task, self.size)
-        losses = search_rates(
-            config, rates=self.rates, part=self.part, data=self.data, runs=self.runs, console=console
-        )
+        deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        try:
+            losses = search_rates(
+                config,
+                rates=self.rates,
+                part=self.part,
+                data=self.data,
+                runs=self.runs,
+                deadline=deadline,
+                console=console,
+            )
+        except OutOfTimeError as stopped:
+            console.print(f"{stopped} The same command goes on from here.", highlight=False)
+            sys.exit(75)
         for rate, loss in losses.items():
-            console.print(f"{rate:g}: held-out loss {loss:.4f}", highlight=False)
-        console.print(f"best: --train.optimizer.rate.peak {best(losses):g}", highlight=False)
+            console.print(f"{rate:g}: loss {loss:.4f} on what comes next in training", highlight=False)
+        console.print(f"best: mesascope lm train {self.preset} --rate {best(losses):g}", highlight=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +291,7 @@ def train_language_model(name: str, arguments: list[str]) -> None:
     """Preset and corpus decide which fields there are, so they are read before them."""
     from dataclasses import make_dataclass
 
-    from mesascope.language import LanguageConfig, language_preset
+    from mesascope.language import LanguageConfig, language_preset, with_rate
     from mesascope.tasks.text import Corpus
 
     ahead, _ = tyro.cli(
@@ -297,7 +318,12 @@ def train_language_model(name: str, arguments: list[str]) -> None:
         default=options(command=command, config=default),
         config=(tyro.conf.AvoidSubcommands,),
     )
-    given.command.run(given.config)
+    config, train = given.config, given.config.train
+    if train.steps != default.train.steps and train.optimizer.rate == default.train.optimizer.rate:
+        stretched = with_rate(default, steps=train.steps).train.optimizer.rate
+        optimizer = replace(train.optimizer, rate=stretched)
+        config = replace(config, train=replace(train, optimizer=optimizer))
+    given.command.run(config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ A run is a directory named by its configuration:
       metrics.jsonl          one line per evaluation
       checkpoint.safetensors where training stands; gone when it has finished
       kept/step-000100.safetensors   weights along training, where the configuration asks for them
-      weights.safetensors    the trained models, seed axis first
+      weights.safetensors    the trained models, seed axis first; of language models, if they were to be kept
       timing.json            how long it took, and how much of that the host cost
       result.json            losses on fresh sequences; written last, so a run that has it is finished
 
@@ -241,6 +241,7 @@ def fit(
     fresh: bool = False,
     max_minutes: float | None = None,
     save_seconds: float = 30.0,
+    weights: bool = True,
     sinks: Sequence[Callable[[Run, int], Sink]] = (),
     console: Console | None = None,
     trainer: Trainer | LanguageTrainer | None = None,
@@ -253,6 +254,8 @@ def fit(
         fresh: forget what there is of this run and begin again.
         max_minutes: stop cleanly after so many; the same call goes on later.
         save_seconds: time between checkpoints. It has no influence on the result.
+        weights: keep those of the trained models. Language models, of gigabytes, may do without: what is measured of
+            them is measured before.
         sinks: further places for metrics, such as `sinks.TensorBoard`: called with the run and the step it is at.
         console: where progress is shown: a bar on a terminal, lines elsewhere. None is silent.
         trainer: what makes the steps; this process alone unless given (see `parallel.fit`).
@@ -265,6 +268,8 @@ def fit(
         BusyError: another process is training it.
         StoreError: a file could not be written.
     """
+    if not weights and not isinstance(config, LanguageConfig):
+        raise ValueError("weights: only language models may do without them.")
     folder = folder_of(config, runs)
     run = Run(folder.path)
     progress = progress_on(console)
@@ -303,7 +308,9 @@ def fit(
             for sink in sinks:
                 opened.append(sink(run, int(state.step)))
             send = partial(_send, folder, runs, progress)
-            stopped_by = _train(run, send, trainer, state, progress, max_minutes, save_seconds, opened)
+            stopped_by = _train(
+                run, send, trainer, state, progress, max_minutes, save_seconds, opened, weights
+            )
         finally:
             progress.stop()
             for sink in opened:
@@ -356,6 +363,7 @@ def _train(
     max_minutes: float | None,
     save_seconds: float,
     sinks: Sequence[Sink],
+    weights: bool,
 ) -> int | None:
     """To the end; or until a signal, which is returned, or for as long as it may take."""
     train = trainer.config.train
@@ -413,8 +421,12 @@ def _train(
             stride = 2 * stride if elapsed() < 0.5 else max(1, stride // 2) if elapsed() > 2 else stride
             progress.advanced(step, np.asarray(loss))
     timing = clock.account(train.steps - first)
-    run._save(state)
-    store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
+    if not isinstance(
+        trainer.config, LanguageConfig
+    ):  # of those it takes longer than the steps since the last one
+        run._save(state)
+    if weights:
+        store.write_arrays(run.path / "weights.safetensors", state.models, config=store.digest(run.config))
     store.write_json(run.path / "timing.json", timing)
     _conclude(run, trainer, state.models)
     for path in run._checkpoints:
@@ -435,9 +447,12 @@ def _conclude(run: Run, trainer: Trainer | LanguageTrainer, models: Any) -> None
 
 
 def _mend(run: Run, trainer: Trainer | LanguageTrainer, progress: Progress) -> None:
-    """What is damaged of a finished run is made again: its losses from its weights, its weights by training."""
+    """What is damaged of a finished run is made again: its losses from its weights, its weights by training. Weights of
+    a language model may be missing."""
+    weights = run.path / "weights.safetensors"
+    without = isinstance(run.config, LanguageConfig) and not weights.exists()
     try:
-        store.read_arrays(run.path / "weights.safetensors", trainer.shapes.models)
+        run.result if without else store.read_arrays(weights, trainer.shapes.models)
     except StoreError as error:
         if run.provenance["source"] != source_hash():
             raise RunError(
@@ -446,6 +461,9 @@ def _mend(run: Run, trainer: Trainer | LanguageTrainer, progress: Progress) -> N
         progress.note(f"{error} It is trained again.")
         run._clear()
         store.write_json(run.path / "config.json", store.to_dict(run.config))
+        return
+    if without:
+        progress.note(f"{run.path} has no weights, only what was measured of them. To have them: --fresh.")
         return
     try:
         run.result  # noqa: B018
@@ -478,9 +496,11 @@ def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) 
         if saved
         else "There was no checkpoint yet."
     )
+    rate = "--rate" if isinstance(trainer.config, LanguageConfig) else "--train.optimizer.rate.peak"
+    clipping = "" if isinstance(trainer.config, LanguageConfig) else " or activation clipping (--model.clip)"
     return DivergedError(
         f"training diverged: the loss of {seed} is not finite at step {step}. {kept} "
-        "A smaller learning rate (--train.optimizer.rate.peak) or activation clipping (--model.clip) may help."
+        f"A smaller learning rate ({rate}){clipping} may help."
     )
 
 

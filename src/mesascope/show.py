@@ -172,20 +172,20 @@ def show_language(
         early, late = result["at"]
         scaled = "" if config.task.length >= OF else f" (tokens 50 and 500 of 1024, in {config.task.length})"
         say(f"loss at token {late} minus token {early}{scaled}: {spread(np.array(result['in_context']))}")
+        if "in_context_smooth" in result:
+            say(f"the same of means over tokens around: {spread(np.array(result['in_context_smooth']))}")
     if "offsets" in result:
-        mass = np.array(result["offsets"])
-        heads = [f"head {h} {mass[0, h].max():.0%} on the token {_ago(int(mass[0, h].argmax()))}"
-                 for h in np.flatnonzero(mass[0].max(-1) >= 0.5)]  # fmt: skip
-        say(
-            f"copying heads of the first layer (half of their attention at one distance): {', '.join(heads) or 'none'}"
-        )
+        mass = np.array(result["offsets"])[..., 1:]  # who looks at its own token copies nothing
+        for seed, heads in enumerate(mass, start=train.first_seed):
+            found = [f"head {h} {mass.max():.0%} on the token {1 + mass.argmax()} before"
+                     for h, mass in enumerate(heads) if mass.max() >= 0.5]  # fmt: skip
+            say(
+                f"copying heads of the first layer (half of their attention on one earlier token), seed {seed}: "
+                f"{', '.join(found) or 'none'}"
+            )
     if timing is not None:
         tokens = timing["steps_per_second"] * train.batch_size * config.task.length * train.seeds
         say(f"{tokens:,.0f} tokens/s in training")
-
-
-def _ago(offset: int) -> str:
-    return "itself" if offset == 0 else f"{offset} before"
 
 
 def show_corpus(corpus: "Corpus", console: Console | None = None) -> None:

@@ -59,6 +59,8 @@ def test_from_text_to_samples(corpus, tmp_path, capsys):
     assert "birds" in shown
     assert "tokens/s in training" in shown
     config = find("lm-keyshift-linear-nu1-cpu", runs=tmp_path).config
+    # The schedule is as long as the training.
+    assert (config.train.optimizer.rate.end, config.train.optimizer.rate.peak) == (4, 3e-3)
     assert (config.model.width, config.model.resets_at) == (8, None)
     assert "has already been trained" in run(capsys, "train", *TINY, *steps, *given)
 
@@ -77,6 +79,20 @@ def test_from_text_to_samples(corpus, tmp_path, capsys):
     assert {find(p, runs=tmp_path).config.model.resets_at for p in tmp_path.glob("lm-*")} == {
         None, corpus.tokenizer.eos,
     }  # fmt: skip
+
+
+def test_a_rate_is_that_of_the_search(corpus, tmp_path, capsys):
+    """`--rate` trains the schedule that was searched with, and leaves no weights if they are not wanted."""
+    given = ("--data", corpus.path, "--runs", tmp_path, "--train.eval-every", 2, "--no-weights")
+    run(capsys, "train", *TINY, *given, "--train.steps", 40, "--rate", 1e-3)
+    found = find("lm-keyshift", runs=tmp_path)
+    rate = found.config.train.optimizer.rate
+    assert (rate.peak, rate.warmup, rate.end) == (1e-3, 2, 40)
+    assert (rate.start, rate.floor) == (pytest.approx(1e-3 / 300), pytest.approx(2e-3 / 3))
+    assert not list(found.path.glob("*.safetensors"))
+    with pytest.raises(SystemExit):
+        run(capsys, "train", *TINY, *given, "--train.optimizer.rate.peak", 1e-3)
+    assert "`--rate` and `with_rate` change all three" in " ".join(capsys.readouterr().err.split())
 
 
 def test_errors_are_sentences(corpus, tmp_path, capsys):
@@ -114,8 +130,9 @@ def test_samples_are_those_of_the_whole_model():
 @pytest.mark.slow
 def test_rates(corpus, tmp_path, capsys):
     given = ("--data", corpus.path, "--runs", tmp_path, "--size", "cpu", "--part", 0.004)
-    shown = run(capsys, "rates", "lm-keyshift-linear-nu0", *given, "--rates", 1e-6, 1e-2)
-    assert "best: --train.optimizer.rate.peak 0.01" in shown
+    shown = run(capsys, "rates", "lm-keyshift-linear-nu0", *given, "--rates", 1e-6, 1e-2, 10)
+    assert "best: mesascope lm train lm-keyshift-linear-nu0 --rate 0.01" in shown
+    assert not list(tmp_path.glob("*/*.safetensors"))
 
 
 @pytest.mark.slow

@@ -164,3 +164,55 @@ def test_wrong_configurations_are_named():
             small(Linear(), **wrong)
     with pytest.raises(TypeError, match="tokens: expected integers"):
         built(small(Linear()))(jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_losses_are_the_cross_entropy_of_the_logits(compute):
+    """At all tokens or at some, with gradients; in bfloat16 sizes are filled up."""
+    block = Block(mixer=Linear(), heads=1, key_dim=2)
+    model = built(small(Linear(), blocks=(block,), compute=compute, init_std=0.2))
+    targets = jnp.roll(TOKENS, -1, 1)
+
+    def plain(model):
+        logits = model(TOKENS)
+        return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+    def slope(losses):
+        value, bars = jax.jit(jax.value_and_grad(lambda m: jnp.sum(jnp.sin(losses(m)))))(model)
+        return value.astype(compute), jnp.concatenate([jnp.ravel(b) for b in jax.tree.leaves(bars)]).astype(
+            compute
+        )
+
+    for one, other in zip(slope(lambda m: m.losses(TOKENS, targets)), slope(plain), strict=True):
+        assert_close(one, other, scale=5)
+    at = jnp.asarray([[1, 7], [11, 0]], jnp.int32)
+    some = jax.jit(lambda m: m.losses(TOKENS, jnp.take_along_axis(targets, at, 1), at=at))(model)
+    assert_close(some.astype(compute), jnp.take_along_axis(plain(model), at, 1).astype(compute), scale=5)
+
+
+@pytest.mark.parametrize("mixer", ["linear", pytest.param("mesa", marks=pytest.mark.slow)])
+def test_keys_as_wide_as_those_of_the_paper(mixer):
+    """DPFP with ν = 3 makes 384 features of 64."""
+    block = Block(mixer=MIXERS[mixer], heads=1, key_dim=64, normalize=FEATURES, dpfp=3, shift_keys=True)
+    config = LanguageModelConfig(vocabulary=11, width=8, blocks=(block,), init_std=0.3, dropout=0.0)
+    model = built(config)
+    embed, unembed = (np.asarray(a, np.float64) for a in (model.embed, model.unembed))
+    codes = np.array([
+        [(np.sin, np.cos)[j % 2](t / 10000 ** ((j - j % 2) / 8)) for j in range(8)] for t in range(12)
+    ])  # fmt: skip
+    expected = in_numpy(model.body, np.sqrt(8) * embed[np.asarray(TOKENS[1])] + codes, None) @ unembed
+    assert_close(run(model, TOKENS)[1], expected, scale=20)
+
+
+def test_weights_are_drawn_as_the_configuration_says():
+    first = Block(mixer=Softmax(), heads=4, key_dim=32, mlp=FeedForward(hidden=256, activation="relu"))
+    config = LanguageModelConfig(vocabulary=512, width=128, blocks=(first, first), residual_init=0.25)
+    model = jax.jit(lambda key: LanguageModel(config, key=key))(jax.random.key(0))
+    for layer in model.body.layers:
+        for weights, std in (
+            (layer.queries, 0.02), (layer.keys, 0.02), (layer.values, 0.02), (layer.mlp_in, 0.02),
+            (layer.output, 0.005), (layer.mlp_out, 0.005),
+        ):  # fmt: skip
+            assert float(np.std(weights)) == pytest.approx(std, rel=0.03)
+    for weights in (model.embed, model.unembed):
+        assert float(np.std(weights)) == pytest.approx(0.02, rel=0.03)

@@ -11,7 +11,7 @@ OPTIONS = (
     "lm-2-mesa --size cpu --model.width 8 --model.blocks.0.heads 1 --model.blocks.0.key-dim 4 --model.blocks.1.heads 1 "
     "--model.blocks.1.key-dim 4 --model.dropout 0.1 --task.length 16 --train.batch-size 16 --accumulate 2 "
     "--train.eval-batch-size 8 --train.eval-batches 2 --train.final-sequences 16 --seeds 2 --train.eval-every 20 "
-    "--train.optimizer.rate.peak 1e-3 --save-seconds 0.05"
+    "--rate 1e-3 --save-seconds 0.05"
 )
 
 

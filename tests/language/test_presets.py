@@ -77,6 +77,12 @@ def test_another_rate_keeps_the_shape_of_the_schedule():
     assert (config.train.steps, rate.warmup, rate.end) == (300, 15, 300)
     assert rate.floor / rate.peak == pytest.approx(2 / 3)
     assert config.train.eval_every <= 300
+    assert rate.start / rate.peak == pytest.approx(1 / 300)
+    paper = language_preset("lm-2-mesa", gpt2, "paper")
+    other = with_rate(paper, 6e-4).train.optimizer.rate
+    assert (other.warmup, other.end) == (8000, paper.train.optimizer.rate.end)
+    assert (other.start, other.peak, other.floor) == (2e-6, 6e-4, 4e-4)
+    assert with_rate(paper) == paper
     again = with_rate(config, 2e-3)
     assert dataclasses.replace(again, name="x") == dataclasses.replace(config, name="x")
 

@@ -1,6 +1,7 @@
 """Training of language models against the plain formula; batches by step; runs that stop and go on."""
 
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -9,15 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from rich.console import Console
 
 from mesascope import runs
+from mesascope.experiments.lab import SCALES, Lab
 from mesascope.language import LanguageConfig, LanguageModelConfig, LanguageTrainer, cross_entropy
-from mesascope.language.training import by_offset, compared, in_context_score
+from mesascope.language.training import _programs, by_offset, compared, in_context_score
 from mesascope.models import Block, Linear, Mesa, Normalize, Softmax
+from mesascope.presets import preset
 from mesascope.runs import Run, fit, load
 from mesascope.store import StoreError, digest, from_dict, to_dict
 from mesascope.tasks import AssociativeRecall
-from mesascope.training import AdamW, Constant, TrainConfig
+from mesascope.tasks.text import _Stream
+from mesascope.training import FINAL, HELD_OUT, AdamW, Constant, TrainConfig, WarmupCosine, with_train
 from tests.helpers import assert_close
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -173,8 +179,16 @@ def test_a_run_on_text(corpus, tmp_path):
     assert by_position.shape == (2, 16)
     np.testing.assert_allclose(result["in_context"], by_position[:, 7] - by_position[:, 0])
     np.testing.assert_allclose(result["loss"], by_position.mean(1))
-    offsets = np.array(result["offsets"])
+    offsets, maps = np.array(result["offsets"]), np.array(result["maps"])
     assert offsets.shape == (2, 2, 16)
+    assert maps.shape == (2, 8, 8)
+    # Over all 16 final sequences, not over the first batch.
+    tokens = np.concatenate([batch.tokens for batch in trainer.held_out(FINAL, 2)])
+    assert len(tokens) == 16
+    seen = jax.jit(lambda model, t: model.trace(t)[1]["blocks.0.mixer.attention"])
+    attention = np.asarray(seen(jax.tree.map(lambda a: a[0], models), jnp.asarray(tokens)))
+    np.testing.assert_allclose(maps, attention[:, :, 8:, 8:].mean(0), atol=2e-5)
+    np.testing.assert_allclose(offsets[0, :, 1], attention[:, :, 15, 14].mean(0), rtol=1e-4)
 
     model, again = load("tiny-lm", seed=1, runs=tmp_path / "a")
     assert again == config
@@ -217,3 +231,151 @@ def test_scores():
     attention[0] += np.eye(5, k=-1)
     attention[1] = np.tril(np.full((5, 5), 0.2))
     np.testing.assert_allclose(by_offset(jnp.asarray(attention), 3), [[0, 1, 0], [0.2, 0.2, 0.2]], atol=1e-6)
+
+
+def test_one_program_for_all_rates_and_seeds():
+    """Of a model; nothing is traced again for another rate, seed or number of steps."""
+    config = tiny(RECALL, accumulate=2)
+    found = []
+    for rate, seed, steps in ((1e-2, 0, 7), (3e-3, 5, 7), (1e-2, 5, 9)):
+        schedule = WarmupCosine(peak=rate, warmup=1, end=steps, floor=rate / 2)
+        optimizer = dataclasses.replace(config.train.optimizer, rate=schedule)
+        train = dataclasses.replace(config.train, optimizer=optimizer, first_seed=seed, steps=steps)
+        trainer = LanguageTrainer(dataclasses.replace(config, name=f"at-{rate}", train=train))
+        state = trainer.advance(trainer.start(), 2).state
+        trainer.measure(state.models)
+        programs = trainer._programs
+        found.append([
+            f._cache_size() for f in (programs.start, programs.step, programs.failed, programs.sums)
+        ])  # fmt: skip
+        # And yet each has its own rate: Adam's first step is as long as that.
+        state = trainer.start()
+        before = np.asarray(state.models.embed)
+        moved = trainer.advance(state, 1).state.models.embed
+        assert np.abs(moved - before).max() == pytest.approx(float(schedule(0)), rel=0.2, abs=1e-8)
+        assert np.abs(trainer.advance(trainer.start(), 2).state.models.embed - before).max() > 0.5 * rate
+    assert found[0] == found[1] == found[2]
+
+
+def test_only_matrices_decay():
+    """With a gradient of zero nothing else moves: neither scales nor biases nor λ."""
+    block = Block(mixer=Mesa(), heads=2, key_dim=4, normalize=Normalize(of="features"))
+    optimizer = AdamW(rate=Constant(peak=0.1), weight_decay=0.5)
+    config = tiny(RECALL, blocks=(block,), dropout=0.0, optimizer=optimizer)
+    trainer = LanguageTrainer(config)
+    state = trainer.start()
+    before = jax.tree.map(np.asarray, state.models)
+    batch = jax.tree.map(lambda a: np.stack([a, a]), trainer.batch(0, 0))
+    zero = jnp.zeros(2, jnp.float32), jax.tree.map(jnp.zeros_like, before)
+    _programs.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mesascope.language.training._gradient", lambda *_: lambda *_: zero)
+        after = trainer.step(state, jnp.full(2, -1, jnp.int32), batch).state.models
+    _programs.cache_clear()
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    ):
+        expected = 0.95 * old if old.ndim > 2 else old  # the first axis is that of seeds
+        np.testing.assert_allclose(new, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+def test_a_run_in_bfloat16_goes_on_with_the_same_bits(tmp_path):
+    config = tiny(RECALL, blocks=BLOCKS[1:], compute="bfloat16", accumulate=2)
+    whole = fit(config, runs=tmp_path / "a")
+    run = fit(config, runs=tmp_path / "b", max_minutes=0.0)
+    while not run.finished:
+        run = fit(config, runs=tmp_path / "b", max_minutes=1e-4, save_seconds=0)
+    assert contents(run) == contents(whole)
+    assert {leaf.dtype for leaf in jax.tree.leaves(whole.models())} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_choice_is_not_made_on_what_models_are_compared_on(corpus, monkeypatch):
+    """Measured on what comes next in training: none of it was trained on, none is validation text."""
+    read, windows = [], _Stream.windows
+    monkeypatch.setattr(
+        _Stream,
+        "windows",
+        lambda self, numbers, length: read.extend(numbers) or windows(self, numbers, length),
+    )
+    config = dataclasses.replace(
+        tiny(corpus.task(16), first_seed=1000, seeds=1, steps=5), measured_on="train"
+    )
+    trainer = LanguageTrainer(config, corpus.path)
+    assert (corpus.tokens("train") - 1) // 16 >= 5 * 8 + 4 * 8, "less than an epoch"
+    for step in range(5):
+        trainer.batch(step, 1000)
+    list(trainer.held_out(HELD_OUT, 2))
+    held_out = list(trainer.held_out(FINAL, 2))
+    assert len(read) == len(set(read)) == 5 * 8 + 4 * 8
+    expected = corpus.batch(7, 8, 16, seed=1000, split="train")
+    assert np.array_equal(held_out[0].tokens, expected.tokens)
+
+    config = dataclasses.replace(tiny(RECALL, first_seed=1000, seeds=1), measured_on="train")
+    compared = LanguageTrainer(dataclasses.replace(config, measured_on="validation"))
+    trainer = LanguageTrainer(config)
+    (a, b), (c, d) = trainer.held_out(FINAL, 2), compared.held_out(FINAL, 2)
+    assert len({p.tokens.tobytes() for p in (a, b, c, d, *(trainer.batch(i, 1000) for i in range(9)))}) == 13
+
+
+def test_a_rate_that_would_rise_is_refused():
+    optimizer = AdamW(rate=WarmupCosine(peak=1e-3, warmup=1, end=7, floor=2e-3))
+    with pytest.raises(ValueError, match=r"train\.optimizer\.rate: it is to end \(floor = 0\.002\)"):
+        tiny(RECALL, optimizer=optimizer)
+
+
+def test_a_language_model_may_leave_its_weights_behind(corpus, tmp_path):
+    """A run that has none, or has lost them, is finished all the same; one whose numbers are lost too is trained."""
+    config = tiny(corpus.task(16), blocks=BLOCKS[:1])
+    told = io.StringIO()
+    console = Console(file=told, width=1000)
+    run = fit(config, data=corpus.path, runs=tmp_path, weights=False)
+    assert not list(run.path.glob("*.safetensors"))
+    written = (run.path / "result.json").read_bytes()
+    lab = Lab(SCALES["quick"], runs=tmp_path)
+    lab.used(run)
+    assert lab.still_holds(lab.about())
+    fit(config, data=corpus.path, runs=tmp_path, console=console)
+    assert "has no weights, only what was measured" in told.getvalue()
+    assert (run.path / "result.json").read_bytes() == written
+    with pytest.raises(StoreError):
+        run.models()
+    (run.path / "result.json").write_text("{")
+    assert not lab.still_holds(lab.about())
+    run = fit(config, data=corpus.path, runs=tmp_path, console=console)
+    assert "It is trained again" in told.getvalue()
+    assert (run.path / "result.json").read_bytes() == written
+    assert (run.path / "weights.safetensors").exists()
+    assert lab.still_holds(lab.about()), "of the same numbers, weights or not"
+    with pytest.raises(ValueError, match="weights: only language models"):
+        fit(with_train(preset("linear-1"), steps=1), runs=tmp_path, weights=False)
+
+
+def test_the_whole_split_is_the_sum_of_its_parts(corpus):
+    config = tiny(corpus.task(16), blocks=BLOCKS[1:], seeds=1)
+    trainer = LanguageTrainer(config, corpus.path)
+    found = trainer.result(trainer.start().models, whole=True)
+    tokens = [part["tokens"] for part in found["parts"].values()]
+    losses = [part["loss"][0] for part in found["parts"].values()]
+    assert sum(tokens) == corpus.tokens("validation") - len(tokens)
+    assert found["loss"][0] == pytest.approx(np.dot(tokens, losses) / sum(tokens), rel=1e-9)
+
+
+def test_processes_read_disjoint_rows(monkeypatch):
+    """Two processes of four devices each: together all rows of a batch, each once."""
+    trainer = LanguageTrainer(tiny(RECALL))
+    halves = []
+    for process in range(2):
+        indices = {i: (slice(2 * i, 2 * i + 2),) for i in range(4 * process, 4 * process + 4)}
+        monkeypatch.setattr(
+            NamedSharding, "addressable_devices_indices_map", lambda self, shape, found=indices: found
+        )
+        halves.append(trainer._rows(16))
+    assert [*range(16)[halves[0]], *range(16)[halves[1]]] == list(range(16))
+
+
+def test_smooth_scores():
+    """Means of tokens 475 to 525 and 25 to 75; the loss at token t is at index t - 1, of the token after it."""
+    loss = np.random.default_rng(0).standard_normal((2, 1024))
+    expected = loss[:, 474:525].mean(-1) - loss[:, 24:75].mean(-1)
+    np.testing.assert_allclose(in_context_score(loss, smooth=True), expected)
+    np.testing.assert_allclose(in_context_score(loss[:, :8], smooth=True), loss[:, 3] - loss[:, 0])

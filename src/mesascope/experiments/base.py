@@ -24,6 +24,7 @@ class Experiment:
         claims: what they are held to.
         minutes: by scale, how long it takes; see `experiments.minutes`.
         needs_text: its models are trained on a prepared corpus.
+        in_parts: panels and claims take what there is: it can be drawn and published before all pieces are computed.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Experiment:
     claims: Callable[[Result], list[Claim]]
     minutes: Mapping[str, float] = field(default_factory=dict)
     needs_text: bool = False
+    in_parts: bool = False
 
 
 AS_WRITTEN = "-as-written"

@@ -69,6 +69,7 @@ class Claim:
         authors: that number, from what the authors stored, where they did.
         needs: "trained": says something about models at the end of their training, so that a shorter one cannot test
             it; "nothing": about algorithms and data.
+        seeds: as many models of each kind it takes at least to test it.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Claim:
     checks: tuple[Check, ...]
     authors: float | None = None
     needs: Literal["trained", "nothing"] = "trained"
+    seeds: int = 1
 
     @property
     def expected(self) -> str:
@@ -86,9 +88,9 @@ class Claim:
 
     def verdict(self, *, trained: bool) -> Verdict:
         """With models trained to the end or not."""
-        if self.needs == "trained" and not trained:
-            return "not testable at this preset"
         seeds = max(len(check.values) for check in self.checks)
+        if (self.needs == "trained" and not trained) or seeds < self.seeds:
+            return "not testable at this preset"
         met = np.all([np.broadcast_to(check.meets(check.values), (seeds,)) for check in self.checks], 0)
         mean = all(check.meets(check.mean) for check in self.checks)
         return "holds" if mean and met.sum() >= math.ceil(ENOUGH * seeds) else "fails"

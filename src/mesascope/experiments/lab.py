@@ -6,6 +6,7 @@ lab.tuned("gd-1", find)               # the same for numbers that something else
 """
 
 import copy
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -263,7 +264,8 @@ class Lab:
         return tuned_folder(self.runs, self.scale.name).fetch(f"{name}.safetensors")
 
     def digest(self, name: str) -> str | None:
-        """Of a model's weights or of what was tuned, by its name in `inputs`; None if there is none."""
+        """Of a model's weights or of what was tuned, by its name in `inputs`; None if there is none. Of a language
+        model, whose weights need not be kept: of what it is and what was measured."""
         where, _, name = name.partition("/")
         if not is_plain_name(name):  # from a file that anybody may have written
             return None
@@ -271,7 +273,10 @@ class Lab:
         if where in paths:
             path = paths[where](name)
         else:
-            path = mirror.at(self.runs, name).fetch("weights.safetensors")
+            folder = mirror.at(self.runs, name)
+            if (measured := _measured(folder.fetch("config.json"), folder.fetch("result.json"))) is not None:
+                return measured
+            path = folder.fetch("weights.safetensors")
         return store.read_metadata(path)["sha256"] if path.exists() else None
 
     def used(self, run: Run) -> None:
@@ -338,6 +343,16 @@ def _gflop_per_step(config: Config) -> float:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     attention = sum(2 * length * block.heads * block.key_dim for block in model.blocks)
     return 6e-9 * train.seeds * train.batch_size * length * (parameters + attention)
+
+
+def _measured(config: Path, result: Path) -> str | None:
+    """Of these files of a language model; None of any other."""
+    if not (config.exists() and result.exists()):
+        return None
+    about = store.read_json(config)
+    if not isinstance(about, dict) or about.get("kind") != "LanguageConfig":
+        return None
+    return hashlib.sha256(config.read_bytes() + result.read_bytes()).hexdigest()
 
 
 def _record(scale: Scale) -> dict[str, Any]:

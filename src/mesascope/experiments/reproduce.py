@@ -60,7 +60,8 @@ def reproduce(
     """Compute figures, as far as they are not there yet; draw them; print and write their claims.
 
     Args:
-        names: of figures; none for all (at the scale "released": all that are).
+        names: of figures; none for all (at the scale "released": all that are). FIGURE/PIECE is one piece of a figure
+            that is drawn in parts: of its others, those that are there are drawn too.
         out: directory of what is made; each scale has its own folder in it.
         run_directory: where trained models are kept: a directory or a URL.
         data: folder of a prepared corpus, for language models.
@@ -74,12 +75,12 @@ def reproduce(
     lab = Lab(scale, runs=run_directory, data=data, deadline=deadline, console=console)
     folder = out / scale.name
     outcomes = []
-    for name in names or experiments.names():
+    for name, pieces in asked_for(names).items():
         experiment = experiments.experiment(name)
         began = time.monotonic()
         console.print(f"[bold]{name}[/] {escape(experiment.shows)}", highlight=False)
         try:
-            result = compute(experiment, lab, folder, fresh=fresh)
+            result = compute(experiment, lab, folder, pieces, fresh=fresh)
         except NothingStoredError as missing:
             if names:
                 raise
@@ -94,12 +95,37 @@ def reproduce(
     return outcomes
 
 
-def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = False) -> Result:
-    """All arrays of a figure: kept pieces, new ones, and where models are not released, stored ones."""
+def asked_for(names: Sequence[str]) -> dict[str, list[str]]:
+    """Figures, and which of their pieces; all, where none is named."""
+    found: dict[str, list[str]] = {}
+    for name in names or experiments.names():
+        figure, _, piece = name.partition("/")
+        pieces = found.setdefault(figure, [])
+        if piece:
+            experiment = experiments.experiment(figure)
+            if not experiment.in_parts or piece not in experiment.pieces:
+                there = (
+                    ", ".join(experiment.pieces) if experiment.in_parts else "none: it is computed as a whole"
+                )
+                raise ValueError(f"{name}: there is no such piece. {figure} has {there}.")
+            pieces.append(piece)
+    return found
+
+
+def compute(
+    experiment: Experiment, lab: Lab, folder: Path, pieces: Sequence[str] = (), *, fresh: bool = False
+) -> Result:
+    """All arrays of a figure: kept pieces, new ones, and where models are not released, stored ones.
+
+    Args:
+        pieces: those to compute, if not all are; of the others, kept ones are read.
+    """
     stored, stored_about = _stored(experiment.id) if lab.scale.from_released else ({}, {})
     arrays: Arrays = {}
     origin, about = {}, {}
     for name in experiment.pieces:
+        if pieces and name not in pieces and not is_kept(experiment, name, lab, folder):
+            continue
         try:
             new, about[name] = compute_piece(experiment, name, lab, folder, fresh=fresh)
         except NoTextError:
@@ -109,6 +135,8 @@ def compute(experiment: Experiment, lab: Lab, folder: Path, *, fresh: bool = Fal
             ) from None
         except NotReleasedError as missing:
             part = stored_about.get("pieces", {}).get(name)
+            if part is None and experiment.in_parts and stored:
+                continue
             if part is None:
                 raise NothingStoredError(
                     f"{experiment.id}: the repository has neither {missing} nor the arrays of the piece {name!r}. "
@@ -171,10 +199,13 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
         origin = {n: "recomputed" if n in arrays else "stored" for n in {*arrays, *stored}}
         whole = results.spliced(stored, arrays)
         if missing := [piece for piece in experiment.pieces if piece not in about]:
-            raise StoreError(
+            told = (
                 f"{name} has not been computed, or not all of it ({', '.join(missing)} missing): "
                 f"mesascope reproduce {name} --preset {scale.name}"
             )
+            if not (experiment.in_parts and about):
+                raise StoreError(told)
+            console.print(told, style="yellow", markup=False, highlight=False, soft_wrap=True)
         result = Result(figure=name, arrays=whole, origin=origin, about=about)  # pyright: ignore[reportArgumentType]
         outcomes.append(_outcome(experiment, result, scale))
         for path in draw_to(outcomes[-1], out / scale.name / "figures"):

@@ -16,7 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mesascope.models import Block, DecodingState, Edit, ModelConfig, Transformer
+from mesascope.ops.gradients import with_closed_form
 from mesascope.parts import matmul, positions
+
+ALIGNED = 128
+"""Sizes of products in bfloat16 are filled up to multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,26 @@ class LanguageModel(eqx.Module):
         """
         return self._logits(self.body(self._embedded(tokens, key=key), begins=self._begins(tokens)))
 
+    def losses(
+        self,
+        tokens: Int[Array, "*batch time"],
+        targets: Int[Array, "*batch asked"],
+        *,
+        at: Int[Array, "*batch asked"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "*batch asked"]:
+        """`cross_entropy` of the logits at some tokens, or at all: for training, where logits are too many to be
+        written down more often than they have to be.
+
+        Args:
+            at: which tokens, by their places; None: all.
+            key: for dropout, as above.
+        """
+        x = self.body(self._embedded(tokens, key=key), begins=self._begins(tokens))
+        if at is not None:
+            x = jnp.take_along_axis(x, at[..., None], -2)
+        return cross_entropy(self._logits(x, aligned=True), targets, self.config.vocabulary)
+
     def trace(
         self, tokens: Int[Array, "*batch time"], *, edit: Mapping[str, Edit] | None = None
     ) -> tuple[Float[Array, "*batch time vocabulary"], dict[str, Array]]:
@@ -134,14 +158,53 @@ class LanguageModel(eqx.Module):
             x = jnp.where(kept, x / (1 - drop), 0)
         return x.astype(self.config.compute)
 
-    def _logits(self, x: Array) -> Array:
-        precision = jax.lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-        return matmul(x, self.unembed, precision, jnp.dtype(jnp.float32))
+    def _logits(self, x: Array, *, aligned: bool = False) -> Array:
+        half, matrix = x.dtype == jnp.bfloat16, self.unembed
+        if aligned and half:
+            # Fast kernels want sizes like this; logits of tokens that there are not do not count.
+            more = [-size % ALIGNED for size in matrix.shape]
+            matrix = jnp.pad(matrix, [(0, n) for n in more])
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more[0])])
+        precision = jax.lax.Precision.DEFAULT if half else jax.lax.Precision.HIGHEST
+        return matmul(x, matrix, precision, jnp.dtype(jnp.float32))
 
 
 def cross_entropy(
-    logits: Float[Array, "*batch time vocabulary"], targets: Int[Array, "*batch time"]
+    logits: Float[Array, "*batch time padded"],
+    targets: Int[Array, "*batch time"],
+    vocabulary: int | None = None,
 ) -> Float[Array, "*batch time"]:
-    """$-\\log p(\\mathrm{target})$ of each prediction, in nats."""
-    chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    return jax.nn.logsumexp(logits, -1) - chosen
+    """$-\\log p(\\mathrm{target})$ of each prediction, in nats.
+
+    Args:
+        vocabulary: how many of the logits count, the first ones; None: all.
+    """
+    return _cross_entropy(logits, targets, logits.shape[-1] if vocabulary is None else vocabulary)
+
+
+def _entropy_forward(logits: Array, targets: Array, vocabulary: int) -> tuple[Array, tuple[Array, ...]]:
+    token = _tokens(logits)
+    total = jax.nn.logsumexp(jnp.where(token < vocabulary, logits, -jnp.inf), -1)
+    # Neither this nor its gradient gathers or scatters, and only the logits as they are get written down.
+    chosen = jnp.sum(jnp.where(token == targets.astype(jnp.int32)[..., None], logits, 0), -1)
+    return total - chosen, (logits, targets, total)
+
+
+def _entropy_backward(vocabulary: int, saved: tuple[Array, ...], bar: Array) -> tuple[Array, None]:
+    logits, targets, total = saved
+    token = _tokens(logits)
+    p = jnp.where(token < vocabulary, jnp.exp(logits - total[..., None]), 0)
+    right = (token == targets.astype(jnp.int32)[..., None]).astype(p.dtype)
+    return bar[..., None] * (p - right), None
+
+
+def _tokens(logits: Array) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+
+_cross_entropy = with_closed_form(
+    lambda logits, targets, vocabulary: _entropy_forward(logits, targets, vocabulary)[0],
+    _entropy_forward,
+    _entropy_backward,
+    static=(2,),
+)

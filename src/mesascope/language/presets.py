@@ -130,10 +130,28 @@ def language_preset(name: str, task: Callable[[int], Text], size: Size = "gpu") 
     )
 
 
-def with_rate(config: LanguageConfig, peak: float, *, steps: int | None = None) -> LanguageConfig:
-    """The same with another learning rate and, where given, for fewer steps, the schedule as long as these."""
+def with_rate(
+    config: LanguageConfig, peak: float | None = None, *, steps: int | None = None, warmup: int | None = None
+) -> LanguageConfig:
+    """The same with another learning rate, from beginning to end, and for another number of steps, to which the
+    schedule is stretched. None: as it is.
+
+    Args:
+        warmup: steps of it that are not stretched but given.
+    """
     steps = config.train.steps if steps is None else steps
-    optimizer = replace(config.train.optimizer, rate=warmed_up(peak, steps))
+    rate, part = config.train.optimizer.rate, steps / config.train.steps
+    times = 1.0 if peak is None else peak / rate.peak
+    peak = rate.peak if peak is None else peak
+    if isinstance(rate, WarmupCosine):
+        warmup = max(1, round(part * rate.warmup)) if warmup is None else warmup
+        end = max(warmup + 1, round(part * rate.end))
+        rate = WarmupCosine(
+            peak=peak, start=times * rate.start, warmup=warmup, end=end, floor=times * rate.floor
+        )
+    else:
+        rate = replace(rate, peak=peak)
+    optimizer = replace(config.train.optimizer, rate=rate)
     every = min(config.train.eval_every, steps)
     return replace(config, train=replace(config.train, steps=steps, optimizer=optimizer, eval_every=every))
 

@@ -5,13 +5,16 @@ $$\min_\theta\; -\frac1T\sum_t \log p_\theta(w_{t+1} \mid w_{1:t})$$
 Batches come from the host, by step and seed, so that a run that goes on sees what it would have seen. Seeds are trained
 one after the other within a step; the sequences of a batch are divided among devices, and on each of them among
 `accumulate` passes. A process reads only those sequences that its own devices work on.
+
+Weight decay is for matrices (vectors of tokens included): scales of LayerNorms, biases and λ do not decay. A step is
+compiled without its learning rate and its seeds, so that one program serves all rates that are tried for a model.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +27,30 @@ from mesascope.language.model import LanguageModel, LanguageModelConfig, cross_e
 from mesascope.models import Softmax
 from mesascope.tasks import AssociativeRecall, Passages
 from mesascope.tasks.text import ALL, Corpus, Text
-from mesascope.training import FINAL, HELD_OUT, Advanced, TrainConfig, TrainState, everywhere
+from mesascope.training import (
+    FINAL,
+    HELD_OUT,
+    AdamW,
+    Advanced,
+    Constant,
+    TrainConfig,
+    TrainState,
+    WarmupCosine,
+    everywhere,
+)
 
 EARLY, LATE, OF = 50, 500, 1024
 """The in-context score is the loss at token 500 minus that at token 50; in a shorter context than 1024, at the tokens
-that are as far along."""
+that are as far along. Tokens are counted from 1, and the loss at one is that of the prediction made there, after
+reading it: of the next token."""
+AROUND = 25
+"""A second score, with less noise, compares means over so many tokens on both sides of these."""
 OFFSETS = 32
 """Attention of the first layer is told by distance up to this."""
+ATTENTION_SEQUENCES = 256
+"""It is a mean over so many, as in the paper."""
+BLOCK = 64
+"""Its maps show so many tokens, from this one on: all of them have as many before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +60,9 @@ class LanguageConfig:
     Attributes:
         name: what people call it; part of the run's directory name.
         accumulate: passes over a batch whose gradients are summed up: so many times less memory.
+        measured_on: "validation" is for what models are compared by. "train": sequences that come next in training
+            after those that were trained on (new ones, as long as these are less than an epoch), for choices to be
+            made, such as of a learning rate, without a look at what models are compared on.
     """
 
     name: str
@@ -47,8 +70,17 @@ class LanguageConfig:
     model: LanguageModelConfig
     train: TrainConfig
     accumulate: int = 1
+    measured_on: Literal["validation", "train"] = "validation"
 
     def __post_init__(self):
+        if self.measured_on not in ("validation", "train"):
+            raise ValueError(f"measured_on: expected 'validation' or 'train', got {self.measured_on!r}.")
+        rate = self.train.optimizer.rate
+        if isinstance(rate, WarmupCosine) and not max(rate.start, rate.floor) <= rate.peak:
+            raise ValueError(
+                f"train.optimizer.rate: it is to end (floor = {rate.floor:g}) and to start ({rate.start:g}) at no more "
+                f"than its peak, {rate.peak:g}. `--rate` and `with_rate` change all three."
+            )
         if self.model.vocabulary != self.task.vocabulary:
             raise ValueError(
                 f"model.vocabulary: the task has {self.task.vocabulary} tokens, got {self.model.vocabulary}."
@@ -137,20 +169,16 @@ class LanguageTrainer:
         first, count = self.config.train.first_seed, self.config.train.seeds
         return np.arange(first, first + count, dtype=np.uint32)
 
-    def _start(self) -> TrainState:
-        optimizer = self.config.train.optimizer.build()
-
-        def one(seed: Array) -> tuple[LanguageModel, PyTree]:
-            model = LanguageModel(self.config.model, key=jax.random.split(jax.random.key(seed))[0])
-            return model, optimizer.init(model)  # pyright: ignore[reportArgumentType]
-
-        models, state = jax.vmap(one)(jnp.asarray(self._seeds))
-        seeds = self.config.train.seeds
-        return TrainState(models, state, jnp.zeros((), jnp.int32), jnp.zeros(seeds, jnp.float32))
+    @property
+    def _programs(self) -> "_Programs":
+        task = self.config.task
+        asked = None if isinstance(task, Text) else task.pairs
+        at_any_rate = replace(self.config.train.optimizer, rate=Constant())
+        return _programs(self._mesh, at_any_rate, self.config.accumulate, asked)
 
     def start(self) -> TrainState:
         """Before the first step."""
-        return jax.jit(self._start, out_shardings=self._everywhere)()
+        return self._programs.start(self.config.model, everywhere(self._seeds, self._everywhere))
 
     def place(self, state: TrainState) -> TrainState:
         """A state from elsewhere, on the devices that train it."""
@@ -159,7 +187,8 @@ class LanguageTrainer:
     @property
     def shapes(self) -> TrainState:
         """Shapes and dtypes of a state, without computing one."""
-        return jax.eval_shape(self._start)
+        optimizer = _adam(self.config.train.optimizer)
+        return jax.eval_shape(partial(_started, self.config.model, optimizer), self._seeds)
 
     # Batches.
 
@@ -171,14 +200,18 @@ class LanguageTrainer:
         return self._drawn(seed, step, size, rows)
 
     def held_out(self, seed: int, batches: int, rows: slice = ALL) -> Iterator[Passages]:
-        """Batches that are not trained on, or `rows` of them; of text at most the whole validation split."""
-        task, size = self.config.task, self.config.train.eval_batch_size
-        if isinstance(task, Text):
+        """Batches that are not trained on, or `rows` of them; of validation text at most all of it."""
+        task, train, split = self.config.task, self.config.train, self.config.measured_on
+        size, first = train.eval_batch_size, 0
+        if split == "train":
+            after = max(train.steps, -(-train.steps * train.batch_size // size))
+            first, seed = after + (train.eval_batches if seed == FINAL else 0), train.first_seed
+        elif isinstance(task, Text):
             windows = max(self.corpus.tokens("validation") - 1, 0) // task.length
             batches = min(batches, max(1, windows // size))
-        for i in range(batches):
+        for i in range(first, first + batches):
             if isinstance(task, Text):
-                yield self.corpus.batch(i, size, task.length, seed=seed, split="validation", rows=rows)
+                yield self.corpus.batch(i, size, task.length, seed=seed, split=split, rows=rows)
             else:
                 yield self._drawn(seed, i, size, rows)
 
@@ -200,71 +233,27 @@ class LanguageTrainer:
 
     # Steps.
 
-    @cached_property
+    @property
     def gradient(self) -> Callable[..., tuple[Float[Array, " seed"], LanguageModel]]:
         """Losses and their gradients, by seed: of (models, seeds, step, a batch for each seed)."""
-        accumulate = self.config.accumulate
-
-        def loss(model: LanguageModel, batch: Passages, keys: Array, count: Array) -> Array:
-            errors = cross_entropy(model(batch.tokens, key=keys), batch.targets)  # pyright: ignore[reportArgumentType]
-            return jnp.sum(jnp.where(batch.predicts, errors, 0)) / count
-
-        def one_seed(step: Array, model: LanguageModel, seed: Array, numbers: Array, batch: Passages):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-            count = jax.lax.psum(jnp.sum(batch.predicts, dtype=jnp.float32), "data")
-
-            def one_pass(total, part):
-                here = jax.value_and_grad(loss)(model, *part, count)
-                return jax.tree.map(jnp.add, total, here), None
-
-            parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), (batch, keys))
-            nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, model)
-            total, _ = jax.lax.scan(one_pass, nothing, parts)
-            return jax.lax.psum(total, "data")
-
-        def all_seeds(models: LanguageModel, seeds: Array, step: Array, numbers: Array, batches: Passages):
-            return jax.lax.map(
-                lambda of: one_seed(step, of[0], of[1], numbers, of[2]), (models, seeds, batches)
-            )
-
-        divided = jax.shard_map(
-            all_seeds,
-            mesh=self._mesh,
-            in_specs=(_P(), _P(), _P(), _P("data"), _P(None, "data")),
-            out_specs=(_P(), _P()),
-            check_vma=False,
-        )
-        numbers = np.arange(self.config.train.batch_size, dtype=np.uint32)
-        return lambda models, seeds, step, batches: divided(
-            models, seeds, step, jnp.asarray(numbers), batches
-        )
+        return self._programs.gradient
 
     @cached_property
-    def step(self) -> Callable[[TrainState, Array, Passages], Advanced]:
-        """One step: of (state, which is used up, which seeds have failed and where, a batch for each seed)."""
-        optimizer = self.config.train.optimizer.build()
+    def _rates(self) -> Float[np.ndarray, " step"]:
+        """Of all steps, at once: what is computed otherwise may be rounded otherwise."""
+        return np.asarray(
+            jax.jit(jax.vmap(self.config.train.optimizer.rate))(np.arange(self.config.train.steps))
+        )
 
-        @partial(jax.jit, donate_argnums=0, out_shardings=self._everywhere)
-        def one_step(state: TrainState, failed: Array, batches: Passages) -> Advanced:
-            loss, slopes = self.gradient(state.models, jnp.asarray(self._seeds), state.step, batches)
-            updates, inner = jax.vmap(optimizer.update)(slopes, state.optimizer, state.models)  # pyright: ignore
-            models: Any = optax.apply_updates(state.models, updates)
-            failed = jnp.where((failed < 0) & ~jnp.isfinite(loss), state.step, failed)
-            return Advanced(TrainState(models, inner, state.step + 1, state.loss_sum + loss), loss, failed)
+    def step(self, state: TrainState, failed: Array, batches: Passages, *, at: int | None = None) -> Advanced:
+        """One step: of a state, which is used up, which seeds have failed and where, a batch for each seed.
 
-        return one_step
-
-    @cached_property
-    def _failed(self) -> Callable[[TrainState, Array], Array]:
-        @partial(jax.jit, out_shardings=self._everywhere)
-        def failed(state: TrainState, failed: Array) -> Array:
-            leaves = jax.tree.leaves(state.models)
-            sound = jnp.stack([jnp.all(jnp.isfinite(a), tuple(range(1, a.ndim))) for a in leaves]).all(0)
-            # Weights that are not finite make the next loss so.
-            return jnp.where((failed < 0) & ~sound, state.step, failed)
-
-        return failed
+        Args:
+            at: number of the step, where that is known: to ask the state is to wait for it.
+        """
+        rate = self._rates[int(state.step) if at is None else at]
+        given = (everywhere(a, self._everywhere) for a in (rate, self._seeds))
+        return self._programs.step(state, failed, *given, batches)
 
     def advance(self, state: TrainState, steps: int) -> Advanced:
         """Some steps more, for all seeds. The given state is used up.
@@ -280,31 +269,15 @@ class LanguageTrainer:
         for step in range(at, at + steps):
             batches = [self.batch(step, int(seed), rows) for seed in self._seeds]
             stacked = jax.tree.map(lambda *a: np.stack(a), *batches)
-            done = self.step(done.state, done.failed, self._cut(_P(None, "data"), stacked))
-        return done._replace(failed=self._failed(done.state, done.failed))
+            done = self.step(done.state, done.failed, self._cut(_P(None, "data"), stacked), at=step)
+        return done._replace(failed=self._programs.failed(done.state, done.failed))
 
     # Evaluation.
 
-    @cached_property
+    @property
     def sums(self) -> Callable[[LanguageModel, Passages], Sums]:
         """Of one batch, for all models."""
-
-        def one_model(batch: Passages, model: LanguageModel) -> Sums:
-            logits = model(batch.tokens)  # pyright: ignore[reportArgumentType]
-            errors = cross_entropy(logits, batch.targets)  # pyright: ignore[reportArgumentType]
-            right = jnp.argmax(logits, -1) == batch.targets
-            found = (errors, right.astype(jnp.float32), jnp.ones_like(errors))
-            return Sums(*(jnp.sum(jnp.where(batch.predicts, a, 0), 0) for a in found))
-
-        def all_models(models: LanguageModel, batch: Passages) -> Sums:
-            found = jax.lax.map(partial(one_model, batch), models)
-            return jax.lax.psum(found, "data")
-
-        return jax.jit(
-            jax.shard_map(
-                all_models, mesh=self._mesh, in_specs=(_P(), _P("data")), out_specs=_P(), check_vma=False
-            )
-        )
+        return self._programs.sums
 
     def total(self, models: LanguageModel, batches: Iterator[Passages]) -> Sums:
         """Over many batches, of which each process gives its rows; by seed, in float64."""
@@ -330,33 +303,47 @@ class LanguageTrainer:
 
     def result(self, models: LanguageModel, *, whole: bool = False) -> dict[str, Any]:
         """`loss` in nats and `accuracy` on held-out sequences, by seed. Of text also `loss_by_position`, `in_context`
-        and `at` (the tokens it compares), `parts` with the loss on each part of the corpus, and `offsets`: how much of
-        the attention of each head of the first layer goes how far back, if that is a softmax layer.
+        and `at` (the tokens it compares), `in_context_smooth`, `parts` with the loss on each part of the corpus, and,
+        if the first layer is a softmax layer, `offsets`: how much of the attention of each of its heads goes how far
+        back, and `maps`: a block of it, of the first seed.
 
         Args:
-            whole: all of the validation split, not `train.final_sequences` windows of it and of each part.
+            whole: all of the validation split, part by part, not `train.final_sequences` windows of it and of each
+                part. `loss` is then that of the parts by their tokens.
         """
         train, task = self.config.train, self.config.task
-        batches = train.final_sequences // train.eval_batch_size
-        if whole and isinstance(task, Text):
-            batches = self.corpus.tokens("validation")
-        found = self.total(models, self.held_out(FINAL, batches, self._rows(train.eval_batch_size)))
+        parts: dict[str, Sums] = {}
+        if isinstance(task, Text) and self.config.measured_on == "validation":
+            parts = self.parts(models, None if whole else train.final_sequences)
+        if whole and parts:
+            found = Sums(*(np.sum(values, 0) for values in zip(*parts.values(), strict=True)))
+        else:
+            batches = train.final_sequences // train.eval_batch_size
+            found = self.total(models, self.held_out(FINAL, batches, self._rows(train.eval_batch_size)))
         result = {"loss": found.mean(found.loss).tolist(), "accuracy": found.mean(found.right).tolist()}
-        result["sequences"] = batches * train.eval_batch_size
+        result["sequences"] = train.final_sequences
         if not isinstance(task, Text):
             return result
         result["sequences"] = int(np.max(found.predictions))
         result["loss_by_position"] = found.loss_by_position.tolist()
         result["in_context"] = in_context_score(found.loss_by_position).tolist()
+        result["in_context_smooth"] = in_context_score(found.loss_by_position, smooth=True).tolist()
         result["at"] = list(compared(task.length))
-        result["parts"] = self.parts(models, None if whole else train.final_sequences)
-        first = next(self.held_out(FINAL, 1))
-        offsets = self.attention_by_offset(models, first)
-        if offsets is not None:
+        if self.config.measured_on == "train":
+            return result
+        result["parts"] = {
+            name: {"loss": sums.mean(sums.loss).tolist(), "tokens": int(np.sum(sums.predictions[0]))}
+            for name, sums in parts.items()
+        }
+        some = min(ATTENTION_SEQUENCES, train.final_sequences) // train.eval_batch_size
+        attention = self.first_attention(models, self.held_out(FINAL, max(1, some)))
+        if attention is not None:
+            offsets, maps = attention
             result["offsets"] = offsets.tolist()
+            result["maps"] = [[[round(float(x), 5) for x in row] for row in head] for head in maps[0]]
         return result
 
-    def parts(self, models: LanguageModel, sequences: int | None = None) -> dict[str, dict[str, Any]]:
+    def parts(self, models: LanguageModel, sequences: int | None = None) -> dict[str, Sums]:
         """Losses on each part of the validation split, of at most so many windows of it."""
         task, size = self.config.task, self.config.train.eval_batch_size
         assert isinstance(task, Text)
@@ -366,33 +353,163 @@ class LanguageTrainer:
             if sequences is not None:
                 windows = (batch for _, batch in zip(range(-(-sequences // size)), windows, strict=False))
             try:
-                sums = self.total(models, windows)
+                found[part] = self.total(models, windows)
             except ValueError:  # a part of one token
                 continue
-            found[part] = {"loss": sums.mean(sums.loss).tolist(), "tokens": int(np.sum(sums.predictions[0]))}
         return found
 
-    def attention_by_offset(
-        self, models: LanguageModel, batch: Passages
-    ) -> Float[np.ndarray, "seed head offset"] | None:
-        """How far back heads of the first layer look: their attention 0, 1, … tokens before, mean over a batch and over
-        tokens that have so many before them. None unless that layer's attention is a distribution."""
+    def first_attention(
+        self, models: LanguageModel, batches: Iterator[Passages]
+    ) -> tuple[Float[np.ndarray, "seed head offset"], Float[np.ndarray, "seed head row column"]] | None:
+        """Where heads of the first layer look, mean over sequences: their attention 0, 1, … tokens before (mean over
+        tokens that have so many before them), and a block of it beside the diagonal. None unless that layer's
+        attention is a distribution."""
         if not isinstance(self.config.model.blocks[0].mixer, Softmax):
             return None
         models = jax.tree.map(lambda a: a.addressable_data(0), models)  # no other process is asked
-        found = [
-            [np.asarray(self._offsets(models, i, t)) for t in batch.tokens] for i in range(len(self._seeds))
-        ]
-        return np.mean(found, 1)
+        tokens = np.concatenate([batch.tokens for batch in batches])
+        found = []
+        for i in range(len(self._seeds)):
+            total: Any = None
+            for sequence in tokens:
+                one = _attention(models, np.int32(i), sequence)
+                total = one if total is None else jax.tree.map(jnp.add, total, one)
+            found.append([np.asarray(a) / len(tokens) for a in total])
+        offsets, maps = (np.stack(a) for a in zip(*found, strict=True))
+        return offsets, maps
 
-    @cached_property
-    def _offsets(self) -> Callable[[LanguageModel, int, Array], Array]:
-        @jax.jit
-        def one(models: LanguageModel, seed: Array, sequence: Array) -> Array:
-            model = jax.tree.map(lambda a: a[seed], models)
-            return by_offset(model.trace(sequence)[1]["blocks.0.mixer.attention"], OFFSETS)
 
-        return lambda models, seed, sequence: one(models, np.int32(seed), jnp.asarray(sequence))
+class _Programs(NamedTuple):
+    """What is compiled once for all experiments that differ in rates, seeds and numbers of steps alone."""
+
+    start: Callable[[LanguageModelConfig, Any], TrainState]
+    gradient: Callable[..., tuple[Float[Array, " seed"], LanguageModel]]
+    step: Callable[..., Advanced]
+    failed: Callable[[TrainState, Array], Array]
+    sums: Callable[[LanguageModel, Passages], Sums]
+
+
+@lru_cache(maxsize=8)
+def _programs(mesh: Mesh, optimizer: AdamW, accumulate: int, asked: int | None) -> _Programs:
+    """Whatever the optimizer's rate.
+
+    Args:
+        asked: how many tokens of a sequence are predicted; None: all, or any number.
+    """
+    copied = NamedSharding(mesh, _P())
+    adam, decay = _adam(optimizer), optimizer.weight_decay
+    gradient = _gradient(mesh, accumulate, asked)
+
+    @partial(jax.jit, static_argnums=0, out_shardings=copied)
+    def start(config: LanguageModelConfig, seeds: Array) -> TrainState:
+        return _started(config, adam, seeds)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=copied)
+    def step(state: TrainState, failed: Array, rate: Array, seeds: Array, batches: Passages) -> Advanced:
+        def moved(leaf: Array, update: Array) -> Array:
+            return leaf - rate * (update + decay * leaf if leaf.ndim > 1 else update)
+
+        def descend(
+            model: LanguageModel, inner: PyTree, slope: LanguageModel
+        ) -> tuple[LanguageModel, PyTree]:
+            update, inner = adam.update(slope, inner)  # pyright: ignore[reportArgumentType]
+            return jax.tree.map(moved, model, update), inner
+
+        loss, slopes = gradient(state.models, seeds, state.step, batches)
+        models, inner = jax.vmap(descend)(state.models, state.optimizer, slopes)
+        failed = jnp.where((failed < 0) & ~jnp.isfinite(loss), state.step, failed)
+        return Advanced(TrainState(models, inner, state.step + 1, state.loss_sum + loss), loss, failed)
+
+    @partial(jax.jit, out_shardings=copied)
+    def failed(state: TrainState, failed: Array) -> Array:
+        leaves = jax.tree.leaves(state.models)
+        sound = jnp.stack([jnp.all(jnp.isfinite(a), tuple(range(1, a.ndim))) for a in leaves]).all(0)
+        # Weights that are not finite make the next loss so.
+        return jnp.where((failed < 0) & ~sound, state.step, failed)
+
+    def one_model(batch: Passages, model: LanguageModel) -> Sums:
+        logits = model(batch.tokens)  # pyright: ignore[reportArgumentType]
+        errors = cross_entropy(logits, batch.targets)  # pyright: ignore[reportArgumentType]
+        right = jnp.argmax(logits, -1) == batch.targets
+        found = (errors, right.astype(jnp.float32), jnp.ones_like(errors))
+        return Sums(*(jnp.sum(jnp.where(batch.predicts, a, 0), 0) for a in found))
+
+    def all_models(models: LanguageModel, batch: Passages) -> Sums:
+        return jax.lax.psum(jax.lax.map(partial(one_model, batch), models), "data")
+
+    sums = jax.jit(
+        jax.shard_map(all_models, mesh=mesh, in_specs=(_P(), _P("data")), out_specs=_P(), check_vma=False)
+    )
+    return _Programs(start, gradient, step, failed, sums)
+
+
+def _gradient(
+    mesh: Mesh, accumulate: int, asked: int | None
+) -> Callable[..., tuple[Float[Array, " seed"], LanguageModel]]:
+    """See `LanguageTrainer.gradient`."""
+
+    def loss(model: LanguageModel, batch: Passages, keys: Array, count: Array) -> Array:
+        targets, counted, at = jnp.asarray(batch.targets), jnp.asarray(batch.predicts), None
+        if asked is not None:
+            # What nobody asks for is not multiplied with all of the vocabulary.
+            counted, at = jax.lax.top_k(counted.astype(jnp.int32), asked)
+            targets = jnp.take_along_axis(targets, at, -1)
+        errors = model.losses(batch.tokens, targets, at=at, key=keys)  # pyright: ignore[reportArgumentType]
+        return jnp.sum(jnp.where(counted > 0, errors, 0)) / count
+
+    def one_seed(step: Array, model: LanguageModel, seed: Array, numbers: Array, batch: Passages):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        count = jax.lax.psum(jnp.sum(batch.predicts, dtype=jnp.float32), "data")
+
+        def one_pass(total, part):
+            here = jax.value_and_grad(loss)(model, *part, count)
+            return jax.tree.map(jnp.add, total, here), None
+
+        parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), (batch, keys))
+        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, model)
+        total, _ = jax.lax.scan(one_pass, nothing, parts)
+        return jax.lax.psum(total, "data")
+
+    def all_seeds(models: LanguageModel, seeds: Array, step: Array, numbers: Array, batches: Passages):
+        return jax.lax.map(lambda of: one_seed(step, of[0], of[1], numbers, of[2]), (models, seeds, batches))
+
+    divided = jax.shard_map(
+        all_seeds,
+        mesh=mesh,
+        in_specs=(_P(), _P(), _P(), _P("data"), _P(None, "data")),
+        out_specs=(_P(), _P()),
+        check_vma=False,
+    )
+    return lambda models, seeds, step, batches: divided(
+        models, seeds, step, jnp.arange(batches.tokens.shape[1], dtype=jnp.uint32), batches
+    )
+
+
+def _adam(optimizer: AdamW) -> optax.GradientTransformation:
+    """Where to go, before weights decay and a rate says how far."""
+    adam = optax.scale_by_adam(optimizer.b1, optimizer.b2, optimizer.eps)
+    if optimizer.clip is None:
+        return adam
+    clip = optax.clip if optimizer.clip_by == "entry" else optax.clip_by_global_norm
+    return optax.chain(clip(optimizer.clip), adam)
+
+
+def _started(config: LanguageModelConfig, adam: optax.GradientTransformation, seeds: Array) -> TrainState:
+    def one(seed: Array) -> tuple[LanguageModel, PyTree]:
+        model = LanguageModel(config, key=jax.random.split(jax.random.key(seed))[0])
+        return model, adam.init(model)  # pyright: ignore[reportArgumentType]
+
+    models, state = jax.vmap(one)(seeds)
+    return TrainState(models, state, jnp.zeros((), jnp.int32), jnp.zeros(seeds.shape, jnp.float32))
+
+
+@jax.jit
+def _attention(models: LanguageModel, seed: Array, sequence: Array) -> tuple[Array, Array]:
+    model = jax.tree.map(lambda a: a[seed], models)
+    attention = model.trace(sequence)[1]["blocks.0.mixer.attention"]
+    block = min(BLOCK, attention.shape[-1] // 2)
+    return by_offset(attention, OFFSETS), attention[:, block : 2 * block, block : 2 * block]
 
 
 def by_offset(attention: Float[Array, "head time time"], offsets: int) -> Float[Array, "head offset"]:
@@ -410,10 +527,19 @@ def compared(length: int) -> tuple[int, int]:
     return max(1, round(EARLY * scale)), max(1, round(LATE * scale))
 
 
-def in_context_score(loss: Float[np.ndarray, "*seed time"]) -> Float[np.ndarray, " *seed"]:
-    """How much lower the loss is late than early, as a negative number: `compared` says where."""
-    early, late = compared(loss.shape[-1])
-    return loss[..., late - 1] - loss[..., early - 1]
+def in_context_score(
+    loss: Float[np.ndarray, "*seed time"], *, smooth: bool = False
+) -> Float[np.ndarray, " *seed"]:
+    """How much lower the loss is late than early, as a negative number: `compared` says where.
+
+    Args:
+        smooth: compare means over `AROUND` tokens on both sides, or in a shorter context as many as are as far.
+    """
+    length = loss.shape[-1]
+    early, late = compared(length)
+    around = round(AROUND * min(1.0, length / OF)) if smooth else 0
+    at = lambda token: loss[..., max(0, token - 1 - around) : token + around].mean(-1)  # noqa: E731
+    return at(late) - at(early)
 
 
 _P = PartitionSpec
