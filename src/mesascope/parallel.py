@@ -65,7 +65,7 @@ def fit(
         LanguageTrainer(config, data, mesh) if isinstance(config, LanguageConfig) else Trainer(config, mesh)
     )
     if jax.process_index() != 0:
-        return Followed(folder_of(config, runs).path, _follow(trainer))
+        return Followed(folder_of(config, runs).path, to_its_end=_follow(trainer))
     leader, finished = Leader(trainer), False
     try:
         run = fit_alone(config, data=data, runs=runs, trainer=cast(Trainer, leader), **options)
@@ -84,7 +84,7 @@ class Followed(Run):
         to_its_end: whether it was trained so.
     """
 
-    to_its_end: bool
+    to_its_end: bool = False
 
     @property
     def finished(self) -> bool:
