@@ -5,7 +5,8 @@ import importlib.util
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,25 @@ def step_milliseconds(configs: dict[str, Config], *, repeats: int) -> dict[str, 
 
 
 def flops_per_step(config: Config) -> float:
-    """Of the model's matrix products, forward and backward; without sampling and optimizer."""
+    """Of the model's matrix products, forward and backward; without sampling and optimizer.
+
+    As a CPU makes them, whatever the device is: what a kernel does is written down once for all of its programs.
+    """
+    with _as_on_a_cpu():
+        return _flops_per_step(config)
+
+
+@contextmanager
+def _as_on_a_cpu() -> Iterator[None]:
+    """What is traced meanwhile takes no kernels, and chunks as on a CPU."""
+    real, jax.default_backend = jax.default_backend, lambda: "cpu"
+    try:
+        yield
+    finally:
+        jax.default_backend = real
+
+
+def _flops_per_step(config: Config) -> float:
     trainer = Trainer(config)
 
     def gradient(models: Transformer, tokens: Array, targets: Array) -> Transformer:
@@ -118,6 +137,8 @@ def torch_step(
     if not has_twin(config):
         raise ValueError("torch_step: plain softmax models only.")
     spec, optimizer = config.model, config.train.optimizer
+    # Both in the same precision.
+    torch.backends.cuda.matmul.allow_tf32 = spec.tf32
 
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
 

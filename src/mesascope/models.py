@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -520,7 +521,7 @@ class Transformer(eqx.Module):
                 f"expected one of init_state(…, dtype={tokens.dtype})."
             )
         time, read = tokens.shape[-2] if tokens.ndim > 1 else 0, state.position
-        known = 0 if isinstance(read, jax.core.Tracer) else int(read)
+        known = 0 if isinstance(read, Tracer) else int(read)
         for layer in state.layers:
             room = layer.memory.keys.shape[-2] if isinstance(layer.memory, Cache) else None
             if room is not None and known + time > room:
@@ -655,7 +656,8 @@ class Transformer(eqx.Module):
                 times = jnp.arange(q.shape[-2], dtype=jnp.int32)
                 tap.note(place, lambda: _attention(q, k, None, None, times, documents), editable=True)
                 starts = None if documents is None else documents.starts[..., None, :]
-                heads = causal_softmax(*(a.astype(x.dtype) for a in (q, k, v)), starts)
+                queries, keys, values = (a.astype(x.dtype) for a in (q, k, v))
+                heads = causal_softmax(queries, keys, values, starts)
             else:
                 heads, memory = _softmax(
                     q, k, v, log_decay, memory, start, documents, lambda a: tap(place, a)

@@ -136,8 +136,10 @@ class TrainConfig:
     final_sequences: int = 4096
 
     def __post_init__(self):
-        counts = dict(steps=1, batch_size=1, seeds=1, eval_every=1, eval_batches=1, eval_batch_size=1)
-        check_numbers(self, **counts, final_sequences=1, keep_every=1, first_seed=0)
+        check_numbers(
+            self, steps=1, batch_size=1, seeds=1, first_seed=0, eval_every=1, eval_batches=1, eval_batch_size=1,
+            keep_every=1, final_sequences=1,
+        )  # fmt: skip
         if self.first_seed + self.seeds > FINAL:
             raise ValueError(
                 f"first_seed: expected seeds below {FINAL}, for those from there on are of held-out sequences; "
