@@ -7,7 +7,7 @@ python scripts/inspect_kernels.py time               # on a GPU: each kernel alo
 
 `static` has XLA compile forward and backward for a device that is only described, and reads what it hands to the
 assembler: registers per thread, bytes of stack (what registers did not hold), instructions by kind; and the memory of
-the whole. In `time`, outputs that would take over an input's memory get their own.
+the whole, and how long compiling took. In `time`, outputs that would take over an input's memory get their own.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mesascope.bench import sequences
-from mesascope.ops import kernels, pallas, pallas_prefix
+from mesascope.ops import kernels, pallas, pallas_states
 from mesascope.ops.sequence import Sequence
 
 KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
@@ -158,7 +158,7 @@ def main() -> None:
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
     warnings.simplefilter("ignore")  # jax 0.11 calls the compiler of the kernels deprecated
     kernels.interpreted, kernels.SIX = lambda: False, given.six
-    kernels.call_by_block = pallas_prefix.call_by_block = partial(called, kernels.call_by_block, given)
+    kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
 
     def forward(q: Any, k: Any, v: Any, _: Any) -> Any:
@@ -185,11 +185,14 @@ def main() -> None:
             continue
         struct = jax.ShapeDtypeStruct(tuple(given.shape), jnp.float32, sharding=described_device())
         lowered = jax.jit(partial(both)).trace(*[struct] * 4).lower(lowering_platforms=("cuda",))
+        start = time.perf_counter()
         memory: Any = lowered.compile().memory_analysis()
+        seconds = time.perf_counter() - start
         print(*sorted(assembled(Path(os.environ[FOLDER]))), sep="\n")
         sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
         print(
-            "| arguments, outputs, temporary: " + ", ".join(f"{n / 1e6:.0f} MB" for n in sizes) + " |",
+            "| arguments, outputs, temporary: " + ", ".join(f"{n / 1e6:.0f} MB" for n in sizes),
+            f"| compiled in {seconds:.1f} s |",
             flush=True,
         )
 
