@@ -11,6 +11,10 @@ where G is for β = 1 the Cholesky factor of I + K̃ K̃ᵀ. Sums, W and G⁻¹,
 The gradient is that of `pallas.py` with the chunk for a block (there: N, f, α, ρ, κ, ν, W and P), again all chunks at
 once, and then sums from the end.
 
+Where queries, keys, values and outputs are in bfloat16 they are read and written as such, the states stay in float32,
+and the last products on the way to an output are single TF32 products. No others may be: what is multiplied further
+has large parts that cancel (benchmarks/kernels.md).
+
 A kernel is a list of products of 64 × 64 × 64. What goes into one is loaded for it, and what comes out is stored, also
 where the next one takes it up: a thread then never holds more than one of them, and nothing is spilled.
 """
@@ -48,6 +52,11 @@ def _end(ref: Any, columns: Array) -> tuple[int, int] | None:
     return None if ref.shape[0] % CHUNK == ref.shape[1] % len(columns) == 0 else ref.shape
 
 
+# Whether what a chunk does by itself is one kernel forward and one backward: what a product leaves is then read while
+# it is still near. Apart, a thread holds less, and more of them fit.
+TOGETHER = True
+
+
 class _Chunk(NamedTuple):
     """One chunk's matrices, piece by piece."""
 
@@ -70,7 +79,11 @@ class _Chunk(NamedTuple):
     def given(self, name: str, columns: Array) -> Array:
         """Of an array over all time."""
         ref = self.refs[name]
-        return load(ref, tokens_of(self.number), columns, _end(ref, columns))
+        return load(ref, tokens_of(self.number), columns, _end(ref, columns)).astype(self.shape.dtype)
+
+    def product(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+        """As exact as inputs and outputs are; `dot` is for all that is multiplied further."""
+        return dot(a, b, contract, coarse=self.shape.coarse)
 
     def weights(self) -> Array | None:
         return weights_of(self.shape, self.refs, tokens_of(self.number))
@@ -151,15 +164,22 @@ def _attend(shape: Shape, refs: Refs, number: Any) -> None:
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
     chunk.whiten("q", "white_q")
     chunk.causal(
-        "scores", total(key, lambda p: dot(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1)))
+        "scores",
+        total(key, lambda p: chunk.product(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1))),
     )
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
-            return dot(chunk.read("new_white_q", p), chunk.read("phi_t", columns, p))
+            return chunk.product(chunk.read("new_white_q", p), chunk.read("phi_t", columns, p))
 
-        out = total(key, term, dot(chunk.weighted("new_scores"), chunk.read("f", columns)))
-        store(refs["new_out"], tokens_of(number), columns, _end(refs["new_out"], columns), out)
+        out = total(key, term, chunk.product(chunk.weighted("new_scores"), chunk.read("f", columns)))
+        store(
+            refs["new_out"],
+            tokens_of(number),
+            columns,
+            _end(refs["new_out"], columns),
+            out.astype(refs["new_out"].dtype),
+        )
 
     each(shape.value_tile, part)
 
@@ -206,7 +226,7 @@ def _pull(shape: Shape, refs: Refs, number: Any) -> None:
             chunk.keep("moment", dot(chunk.read("x", rows), chunk.given("g", columns), (0, 0)), columns, rows)
 
         each(key, moment)
-        chunk.keep("nu", dot(chunk.read("alpha"), chunk.given("g", columns)), columns)
+        chunk.keep("nu", chunk.product(chunk.read("alpha"), chunk.given("g", columns)), columns)
 
     def of_keys(i: Any, columns: Array) -> None:
         def gram(_: Any, rows: Array) -> None:
@@ -232,6 +252,23 @@ def _pull(shape: Shape, refs: Refs, number: Any) -> None:
     each(key, kappa)
 
 
+def _in_turn(kernels: tuple[Any, ...], shape: Shape, refs: Refs, number: Any) -> None:
+    """Several kernels as one: what one of them stores, the next ones read."""
+    for kernel in kernels:
+        kernel(shape, refs, number)
+        refs = refs | {
+            name.removeprefix("new_"): ref for name, ref in refs.items() if name.startswith("new_")
+        }
+
+
+def _respond(shape: Shape, refs: Refs, number: Any) -> None:
+    _in_turn((_innovate, _attend), shape, refs, number)
+
+
+def _pull_back(shape: Shape, refs: Refs, number: Any) -> None:
+    _in_turn((_duals_of_queries, _duals_of_outputs, _pull), shape, refs, number)
+
+
 def _add_later(shape: Shape, refs: Refs, block: Any) -> None:
     """What some columns of κ and ν owe to later chunks, with the sums W and P over those."""
     number, columns = share(shape.widest, block)
@@ -243,16 +280,20 @@ def _add_later(shape: Shape, refs: Refs, block: Any) -> None:
     def add(name: str, sum: Array) -> None:
         barrier()
         ref = refs["new_" + name]
-        store(ref, lines, columns, inside(ref, shape.widest), part(name, lines) + sum, number=number)
+        value = (part(name, lines) + sum).astype(ref.dtype)
+        store(ref, lines, columns, inside(ref, shape.widest), value, number=number)
 
     within = None if shape.key_tile == shape.widest else refs["moment"].shape[-2:]
 
     def of_values(p: Array) -> Array:
         return dot(chunk.given("v", p), load(refs["moment"], columns, p, within, number=number), (1, 1))
 
-    add("nu", total(shape.key_tile, lambda p: dot(chunk.given("k", p), part("moment", p))))
+    def of_keys(name: str, p: Array) -> Array:
+        return dot(chunk.given("k", p), part(name, p))
+
+    add("nu", total(shape.key_tile, partial(of_keys, "moment")))
     kappa = total(shape.value_tile, of_values)
-    add("kappa", total(shape.key_tile, lambda p: dot(-chunk.given("k", p), part("gram", p)), kappa))
+    add("kappa", kappa - total(shape.key_tile, partial(of_keys, "gram")))
 
 
 def applies(seq: Sequence) -> bool:
@@ -261,66 +302,89 @@ def applies(seq: Sequence) -> bool:
     return plain and has_float64() and Shape.of(seq).key_tile >= 32
 
 
-def forward(seq: Sequence, want_state: bool) -> dict[str, Array]:
+def _narrowed(seq: Sequence, coarse: bool) -> tuple[Shape, Sequence, Any]:
+    """Queries, keys and values as kernels read them, and the dtype of these."""
+    dtype = jnp.bfloat16 if coarse else seq.keys.dtype
+    timed = {name: getattr(seq, name).astype(dtype) for name in ("queries", "keys", "values")}
+    return Shape.of(seq, coarse), seq._replace(**timed), dtype
+
+
+def _by_chunk(
+    shape: Shape, whole: Any, parts: dict[Any, dict], inputs: dict, in_place: dict[str, str]
+) -> dict[str, Array]:
+    """Outputs of a kernel, or of its parts one by one: each reads what was given and what those before it wrote."""
+    blocks, results = shape.blocks(CHUNK), {}
+    if TOGETHER:
+        outputs = {name: like for part in parts.values() for name, like in part.items()}
+        return run(shape, whole, inputs, outputs, blocks=blocks, in_place=in_place)
+    for kernel, outputs in parts.items():
+        results |= run(shape, kernel, inputs | results, outputs, blocks=blocks)
+    return results
+
+
+def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
     """Outputs and what the backward pass needs; if wanted, `factor` and `weights_t` of the final state."""
-    shape = Shape.of(seq)
+    shape, seq, dtype = _narrowed(seq, coarse)
     count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
     timed, square = empty(shape, count, CHUNK, key), empty(shape, count, CHUNK, CHUNK)
-    by_chunk = partial(run, shape, blocks=count)
     root, moment = before_chunks(shape, seq, want_state)
     with jax.enable_x64(True):  # the same program in any case
-        white = by_chunk(_whiten, dict(k=seq.keys, root=root), dict(white=timed))["white"]
+        given = dict(k=seq.keys, root=root)
+        white = run(shape, _whiten, given, dict(white=timed), blocks=count)["white"]
     kept = dict(root=root, inverse=within_chunks(shape, white, seq.beta))
-    outputs = dict(n=timed, f=empty(shape, count, CHUNK, value), phi_t=empty(shape, count, key, value))
+    states = dict(n=timed, f=empty(shape, count, CHUNK, value), phi_t=empty(shape, count, key, value))
     in_place = {} if want_state else dict(moment="phi_t")
     if seq.beta is None:
         in_place |= dict(white="n")
     else:
-        outputs, in_place = outputs | dict(inverse=square), in_place | dict(inverse="inverse")
-    given = dict(v=seq.values, beta=seq.beta, moment=moment, white=white)
-    kept |= by_chunk(_innovate, given | kept, outputs, in_place=in_place)
-    out = by_chunk(
-        _attend,
-        dict(q=seq.queries, beta=seq.beta) | {name: kept[name] for name in ("root", "n", "f", "phi_t")},
-        dict(out=empty(shape, shape.time, shape.value), white_q=timed, scores=square),
-    )["out"]
+        states, in_place = states | dict(inverse=square), in_place | dict(inverse="inverse")
+    out = empty(shape, shape.time, shape.value, dtype=dtype)
+    results = _by_chunk(
+        shape,
+        _respond,
+        {_innovate: states, _attend: dict(out=out, white_q=timed, scores=square)},
+        dict(q=seq.queries, v=seq.values, beta=seq.beta, moment=moment, white=white) | kept,
+        in_place,
+    )
+    kept |= {name: results[name] for name in states}
     if want_state:
         last = root[:, -1, : shape.key, : shape.key]
         met = matmul(last, moment[:, -1, : shape.key, : shape.value])
         kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), met))
-    return kept | dict(out=out)
+    return kept | dict(out=results["out"].astype(shape.dtype))
 
 
 def backward(
-    seq: Sequence, saved: dict[str, Array], out_bar: Array, ahead: tuple[Array, Array] | None
+    seq: Sequence, saved: dict[str, Array], out_bar: Array, ahead: tuple[Array, Array] | None, coarse: bool
 ) -> dict[str, Array]:
     """Gradients.
 
     Args:
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
     """
-    shape = Shape.of(seq)
+    shape, seq, dtype = _narrowed(seq, coarse)
+    out_bar = out_bar.astype(dtype)
     count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
-    by_chunk = partial(run, shape, blocks=count)
     timed, wide, square = (empty(shape, count, CHUNK, n) for n in (key, value, CHUNK))
-
-    def of(*names: str) -> dict[str, Array]:
-        return {name: saved[name] for name in names}
-
-    duals = by_chunk(
-        _duals_of_queries,
-        dict(q=seq.queries, beta=seq.beta) | of("root", "inverse", "n"),
-        dict(x=timed, alpha=square),
-    )
-    duals |= by_chunk(
-        _duals_of_outputs,
-        dict(g=out_bar, beta=seq.beta) | of("root", "inverse", "n", "f", "phi_t"),
-        dict(z=timed, rho=square),
-        in_place=dict(f="z") if key == value else {},
-    )
     matrices = dict(gram=empty(shape, count, key, key), moment=empty(shape, count, key, value))
-    near = by_chunk(
-        _pull, dict(g=out_bar) | duals, dict(kappa=timed, nu=wide) | matrices, in_place=dict(x="kappa")
+    in_place = dict(n="kappa", phi_t="moment")
+    if key == value:
+        in_place |= dict(f="z")
+    if value == CHUNK:
+        in_place |= dict(inverse="nu")
+    if saved["root"].shape == matrices["gram"].shape:  # without the final state
+        in_place |= dict(root="gram")
+    near = _by_chunk(
+        shape,
+        _pull_back,
+        {
+            _duals_of_queries: dict(x=timed, alpha=square),
+            _duals_of_outputs: dict(z=timed, rho=square),
+            _pull: dict(kappa=timed, nu=wide) | matrices,
+        },
+        dict(q=seq.queries, g=out_bar, beta=seq.beta)
+        | {name: saved[name] for name in ("root", "inverse", "n", "f", "phi_t")},
+        in_place,
     )
     later = after_chunks(shape, {name: near[name] for name in matrices}, seq.lam, ahead)
     sums = {name: later[name] for name in matrices}
@@ -328,17 +392,17 @@ def backward(
         shape,
         _add_later,
         dict(k=seq.keys, v=seq.values, kappa=near["kappa"], nu=near["nu"]) | sums,
-        dict(kappa=timed, nu=wide),
+        {name: jax.ShapeDtypeStruct(near[name].shape, dtype) for name in ("kappa", "nu")},
         blocks=count * programs(shape.widest),
-        in_place=dict(kappa="kappa", nu="nu"),
+        in_place={} if coarse else dict(kappa="kappa", nu="nu"),
     )
 
     def joined(chunks: Array, like: Array) -> Array:
-        whole = chunks.reshape(shape.batch, -1, chunks.shape[-1])
+        whole = chunks.astype(shape.dtype).reshape(shape.batch, -1, chunks.shape[-1])
         return whole[:, : shape.time, : like.shape[-1]]
 
     z, kappa, nu = (
-        joined(duals["z"], seq.keys),
+        joined(near["z"], seq.keys),
         joined(far["kappa"], seq.keys),
         joined(far["nu"], seq.values),
     )

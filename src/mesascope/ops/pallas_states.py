@@ -122,7 +122,9 @@ def _sums(shape: Shape, refs: Refs, block: Any) -> None:
             k, other = (load(refs["k"], tokens, a, (shape.time, shape.key)) for a in (rows, columns))
             v = load(refs["v"], tokens, columns, (shape.time, shape.value))
             gram = gram + dot(k.astype(jnp.float64), _times(beta, other.astype(jnp.float64)), (0, 0))
-            moment = moment + dot(k.astype(shape.dtype), _times(beta, v.astype(shape.dtype)), (0, 0))
+            if beta is not None:  # neither factor is rounded to bfloat16
+                k, v = k.astype(shape.dtype), _times(beta, v.astype(shape.dtype))
+            moment = moment + dot(k, v, (0, 0))
         for ref, value in ((refs["new_gram"], gram), (refs["new_moment"], moment)):
             store(ref, rows, columns, inside(ref, shape.widest), value, number=chunk)
 
