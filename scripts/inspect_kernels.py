@@ -7,7 +7,7 @@ python scripts/inspect_kernels.py time               # on a GPU: each kernel alo
 
 `static` has XLA compile forward and backward for a device that is only described, and reads what it hands to the
 assembler: registers per thread, bytes of stack (what registers did not hold), instructions by kind; and the memory of
-the whole. In `time`, outputs that would take over an input's memory get their own.
+the whole, and how long compiling took. In `time`, outputs that would take over an input's memory get their own.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mesascope.bench import sequences
-from mesascope.ops import kernels, pallas, pallas_prefix
+from mesascope.ops import kernels, pallas, pallas_prefix, pallas_states
 from mesascope.ops.sequence import Sequence
 
 KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
@@ -149,6 +149,8 @@ def main() -> None:
     parser.add_argument("--warps", type=int, help="instead of a kernel's own, unless that is one")
     parser.add_argument("--six", action="store_true", help="products as six of bfloat16, not three of TF32")
     parser.add_argument("--beta", action="store_true", help="pairs have weights")
+    parser.add_argument("--bfloat16", action="store_true", help="inputs and outputs in bfloat16")
+    parser.add_argument("--apart", action="store_true", help="chunks by several small kernels, not one large")
     given = parser.parse_args()
     if given.what == "time" and jax.default_backend() != "gpu":
         sys.exit(f"time: expected a GPU, but jax runs on {jax.default_backend()}.")
@@ -157,14 +159,16 @@ def main() -> None:
             environment = os.environ | in_place_of_a_toolkit(Path(folder))
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
     warnings.simplefilter("ignore")  # jax 0.11 calls the compiler of the kernels deprecated
-    kernels.interpreted, kernels.SIX = lambda: False, given.six
-    kernels.call_by_block = pallas_prefix.call_by_block = partial(called, kernels.call_by_block, given)
+    kernels.interpreted, kernels.SIX, pallas_prefix.TOGETHER = lambda: False, given.six, not given.apart
+    dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
+    kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
 
     def forward(q: Any, k: Any, v: Any, _: Any) -> Any:
-        beta = jnp.ones((batch, time_steps), q.dtype) if given.beta else None
-        seq = Sequence(q, k, v, jnp.ones((batch, width), q.dtype), None, beta, None, None, None)
-        return pallas.fused(pallas.plan(seq, False), seq)[0]
+        beta = jnp.ones((batch, time_steps)) if given.beta else None
+        q, k, v = (a.astype(jnp.float32) for a in (q, k, v))  # as `mesa_attention` does
+        seq = Sequence(q, k, v, jnp.ones((batch, width)), None, beta, None, None, None)
+        return pallas.fused(pallas.plan(seq, False, given.bfloat16), seq)[0].astype(dtype)
 
     def both(q: Any, k: Any, v: Any, g: Any) -> Any:
         out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, g), q, k, v)
@@ -175,7 +179,7 @@ def main() -> None:
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
     for pallas.PREFIX in (False, True):
         if given.what == "time":
-            arrays = [jnp.asarray(a) for a in sequences(*given.shape)]
+            arrays = [jnp.asarray(a, dtype) for a in sequences(*given.shape)]
             both(*arrays)
             for name, function in (("forward", forward), ("forward + backward", both)):
                 run = jax.jit(partial(function))  # each time another function: traced again
@@ -183,13 +187,16 @@ def main() -> None:
                     f"| all, {name} | | {milliseconds(lambda a, run=run: run(*a), arrays):.3f} |", flush=True
                 )
             continue
-        struct = jax.ShapeDtypeStruct(tuple(given.shape), jnp.float32, sharding=described_device())
+        struct = jax.ShapeDtypeStruct(tuple(given.shape), dtype, sharding=described_device())
         lowered = jax.jit(partial(both)).trace(*[struct] * 4).lower(lowering_platforms=("cuda",))
+        start = time.perf_counter()
         memory: Any = lowered.compile().memory_analysis()
+        seconds = time.perf_counter() - start
         print(*sorted(assembled(Path(os.environ[FOLDER]))), sep="\n")
         sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
         print(
-            "| arguments, outputs, temporary: " + ", ".join(f"{n / 1e6:.0f} MB" for n in sizes) + " |",
+            "| arguments, outputs, temporary: " + ", ".join(f"{n / 1e6:.0f} MB" for n in sizes),
+            f"| compiled in {seconds:.1f} s |",
             flush=True,
         )
 

@@ -46,11 +46,13 @@ class Shape(NamedTuple):
     key: int
     value: int
     dtype: Any
+    coarse: bool = False
+    """Inputs and outputs have no more digits than bfloat16."""
 
     @classmethod
-    def of(cls, seq: Sequence) -> "Shape":
+    def of(cls, seq: Sequence, coarse: bool = False) -> "Shape":
         batch, time, key = seq.keys.shape
-        return cls(batch, time, key, seq.values.shape[-1], seq.keys.dtype)
+        return cls(batch, time, key, seq.values.shape[-1], seq.keys.dtype, coarse)
 
     @property
     def key_tile(self) -> int:
@@ -90,12 +92,21 @@ def loop_between(start: Any, stop: Any, body: Callable, carry: Any) -> Any:
 SIX = False
 
 
-def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """A product as exact as float32: on tensor cores as three TF32 products. Of bfloat16, summed up in float32."""
+def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, coarse: bool = False) -> Array:
+    """A product as exact as float32: on tensor cores as three TF32 products. Of bfloat16, summed up in float32.
+
+    Args:
+        coarse: one TF32 product will do: of numbers with 11 digits, three more than bfloat16 has.
+    """
     split = a.dtype == jnp.float32 and not interpreted()
-    if split and SIX:
+    if split and SIX and not coarse:
         return _six_products(a, b, contract)
-    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if split else lax.Precision.HIGHEST
+    preset = lax.DotAlgorithmPreset
+    precision = lax.Precision.HIGHEST
+    if split:
+        precision = preset.TF32_TF32_F32 if coarse else preset.TF32_TF32_F32_X3
+    elif coarse and a.dtype == jnp.float32:
+        a, b = (_rounded(x, 13) for x in (a, b))
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     out = jnp.float32 if a.dtype == jnp.bfloat16 else a.dtype
     return lax.dot_general(
@@ -121,15 +132,17 @@ def thirds(a: Array) -> tuple[Array, Array, Array]:
     (By integers: conversions one at a time are slow, and two at a time not what the compiler finds by itself.)
     """
 
-    def rounded(x: Array) -> Array:
-        bits = lax.bitcast_convert_type(x, jnp.int32)
-        return lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
-
-    high = rounded(a)
+    high = _rounded(a, 16)
     rest = a - high
-    middle = rounded(rest)
+    middle = _rounded(rest, 16)
     high, middle, low = (x.astype(jnp.bfloat16) for x in (high, middle, rest - middle))
     return high, middle, low
+
+
+def _rounded(x: Array, bits: int) -> Array:
+    """Without the last so many bits of float32."""
+    whole = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type((whole + (1 << (bits - 1))) & -(1 << bits), jnp.float32)
 
 
 def barrier() -> None:

@@ -211,7 +211,9 @@ def _whitening_method(
     if isinstance(method, Pallas):
         from mesascope.ops import pallas  # its compiler is not everywhere
 
-        out, final = pallas.fused(pallas.plan(sequence, want_state), sequence)
+        out, final = pallas.fused(
+            pallas.plan(sequence, want_state, inputs.out_dtype == jnp.bfloat16), sequence
+        )
     else:
         time, d = inputs.keys.shape[1:]
         parallel = isinstance(method, Prefix)

@@ -399,10 +399,11 @@ class Plan(NamedTuple):
     blocks: bool
     blocks_back: bool
     prefix: bool = False
+    coarse: bool = False
 
 
-def plan(seq: Sequence, want_state: bool) -> Plan:
-    """Choose the kernels.
+def plan(seq: Sequence, want_state: bool, coarse: bool = False) -> Plan:
+    """Choose the kernels; coarse, where queries, keys, values and outputs have the digits of bfloat16.
 
     Forward by blocks where a head is wide; but by tokens where it forgets, which knows no growth within a block, or
     starts afresh. Backward by tokens where a head is narrow and short: it rebuilds the state and walks its adjoint
@@ -418,6 +419,7 @@ def plan(seq: Sequence, want_state: bool) -> Plan:
         blocks=plain and not _narrow(shape),
         blocks_back=not by_tokens,
         prefix=PREFIX and not _narrow(shape) and pallas_prefix.applies(seq),
+        coarse=coarse,
     )
 
 
@@ -433,7 +435,7 @@ def _empty(shape: Shape, *dims: int) -> jax.ShapeDtypeStruct:
 
 def _run(plan: Plan, seq: Sequence, for_gradient: bool) -> dict[str, Array]:
     if plan.prefix:
-        return pallas_prefix.forward(seq, plan.want_state)
+        return pallas_prefix.forward(seq, plan.want_state, plan.coarse)
     shape = Shape.of(seq)
     time, d, dv = shape.time, shape.key, shape.value
     inputs = dict(
@@ -503,7 +505,7 @@ def _gradients(plan: Plan, seq: Sequence, saved: dict[str, Array], state: Any, c
     left = None if seq.log_decay is None else jnp.exp(decay_since_start(seq.log_decay, seq.runs))
     if plan.prefix:
         beyond = (ahead.gram, ahead.moment) if plan.want_state else None
-        results = pallas_prefix.backward(seq, saved, out_bar, beyond)
+        results = pallas_prefix.backward(seq, saved, out_bar, beyond, plan.coarse)
         lam_bar = results["lam_bar"]
     elif plan.blocks_back:
         inputs |= dict(v=seq.values, weights_t=saved["weights_t"])
