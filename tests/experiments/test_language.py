@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mesascope.cli import main
 from mesascope.experiments import experiment, rates
+from mesascope.experiments.claims import differences
 from mesascope.experiments.lab import SCALES, Lab, NotReleasedError, OutOfTimeError
 from mesascope.experiments.language import KEY_SHIFT, MIXERS
 from mesascope.experiments.panels import Curves, Maps
@@ -199,6 +200,19 @@ def test_a_figure_in_parts_is_drawn_and_published(tmp_path, capsys):
         "lm-1-two-layers": "holds", "lm-2-two-layers": "holds", "lm-2-smooth-two-layers": "holds",
     }  # fmt: skip
     assert (tmp_path / "results" / "arrays" / "lm-two-layers.npz").exists()
+
+
+def test_claims_about_more_models_than_the_committed_ones():
+    some = {name: values for name, values in KEYS.items() if "nu0" in name}
+    now, then = (
+        [
+            claim.to_dict(trained=True)
+            for claim in experiment("lm-keyshift").claims(planted("lm-keyshift", arrays))
+        ]
+        for arrays in (KEYS, some)
+    )
+    assert differences(now, then)[0] == "lm-1: 8 numbers, committed are 2: it is about other models."
+    assert differences(now, now) == differences(then, then) == []
 
 
 def test_one_piece_of_a_figure(tmp_path, monkeypatch):

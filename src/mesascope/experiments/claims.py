@@ -139,6 +139,10 @@ def differences(
             continue
         if then["verdict"] != claim["verdict"]:
             lines.append(f"{claim['id']}: {claim['verdict']}, committed is: {then['verdict']}.")
+        if len(claim["checks"]) != len(then["checks"]):
+            numbers = f"{len(claim['checks'])} numbers, committed are {len(then['checks'])}"
+            lines.append(f"{claim['id']}: {numbers}: it is about other models.")
+            continue
         for now, was in zip(claim["checks"], then["checks"], strict=True):
             value, old = now["ours"], was["ours"]
             if value is None or old is None:
