@@ -44,11 +44,10 @@ def free_port():
 
 
 def together(where, *extra, devices=1, what=TRAIN):
-    """Two processes, and how they ended."""
+    """Two processes, which know of each other by their environment."""
     port = free_port()
     return [
-        started(where, *extra, "--data-parallel", number=i, count=2, port=port, devices=devices, what=what)
-        for i in range(2)
+        started(where, *extra, number=i, count=2, port=port, devices=devices, what=what) for i in range(2)
     ]
 
 

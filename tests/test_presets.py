@@ -88,15 +88,57 @@ AS_RUN = {
     "full-mesa": (3e-4, 3500, 256, 0.05, 0.05, None),
     "binding-softmax-7": (8e-4, 20_000, 256, 0.05, 0.05, None),
     "binding-hybrid-mesa": (8e-4, 12_000, 256, 0.05, 0.05, 1.0),
+    "binding-full-mesa": (3e-4, 3500, 256, 0.05, 0.05, None),
     "sensitivity-softmax-7": (7e-4, 3000, 256, 0.05, 0.05, None),
+    "sensitivity-hybrid-mesa": (7e-4, 3000, 256, 0.05, 0.05, 1.0),
+    "sensitivity-full-mesa": (3e-4, 3000, 256, 0.05, 0.05, None),
+    "constructed-softmax": (7e-4, 10_000, 256, 0.05, 2e-4, None),
     "partial-softmax-7": (4e-4, 20_000, 256, 0.05, 0.05, None),
     "partial-hybrid-mesa": (4e-4, 12_000, 256, 0.05, 0.05, 1.0),
+    **{f"partial-softmax-7-{w}": (4e-4, 20_000, 256, 0.05, 0.05, None) for w in (5, 10, 15, 20, 30, 50)},
+    **{f"partial-hybrid-mesa-{w}": (4e-4, 12_000, 256, 0.05, 0.05, 1.0) for w in (5, 10, 15, 20, 30, 50)},
     "nonlinear-softmax-7": (1e-3, 40_000, 256, 0.05, 0.05, None),
     "nonlinear-hybrid-mesa": (4e-4, 40_000, 256, 0.05, 0.05, 15.0),
     "icl-softmax-7": (8e-4, 15_000, 128, 0.05, 0.05, None),
+    **{f"linearization-{n}": (4e-3, 5000, 64, 0.05, 0.05, None) for n in (4, 6, 10)},
     "linearization-20": (9e-3, 8000, 64, 0.05, 0.05, None),
+    "linearization-40": (7e-3, 2000, 64, 0.05, 0.05, None),
+    "linearization-60": (3e-3, 3000, 64, 0.05, 0.05, None),
+    **{f"contracting-linear-{n}": (1e-4, 5000, 256, 0.1, 2e-4, 4.0) for n in (1, 2, 6)},
     "contracting-linear-4": (1e-4, 10_000, 256, 0.1, 2e-4, 4.0),
+    "contracting-mesa-1": (4e-4, 5000, 256, 0.1, 2e-4, 4.0),
     "fixed-teacher-linear-1": (4e-4, 10_000, 512, 0.1, 2e-4, 4.0),
+    "fixed-teacher-linear-2": (1e-4, 10_000, 512, 0.1, 2e-4, 4.0),
+    **{f"fixed-teacher-linear-{n}": (1e-4, 5000, 512, 0.1, 2e-4, 4.0) for n in (4, 6)},
+    "fixed-teacher-mesa-1": (4e-4, 3000, 512, 0.1, 2e-4, 4.0),
+}
+# Layers, heads, key size, width of the residual stream, masked entries; MLP; as run.
+ONE, DEEP = (1, 2, 20, 40, 20, None), (4, 20, 40, 0, None)
+SIZES = {
+    **dict.fromkeys(("linear-1", "interpolation-1", "contracting-linear-1", "fixed-teacher-linear-1"), ONE),
+    **dict.fromkeys(("mesa-1", "contracting-mesa-1", "fixed-teacher-mesa-1"), (1, 4, 20, 40, 20, None)),
+    **{
+        f"{family}linear-{n}": (n, *DEEP)
+        for family in ("", "contracting-", "fixed-teacher-")
+        for n in (2, 4, 6)
+    },
+    "interpolation-6": (6, 4, 40, 40, 0, None),
+    "constructed-softmax": (2, 1, 40, 80, 0, None),
+    **{f"softmax-{n}": (n, *DEEP) for n in (3, 7, 12)},
+    **dict.fromkeys(("binding-softmax-7", "sensitivity-softmax-7", "icl-softmax-7"), (7, *DEEP)),
+    **{
+        f"{use}{kind}-mesa": (2, *DEEP)
+        for use in ("", "binding-", "sensitivity-")
+        for kind in ("hybrid", "full")
+    },
+    "icl-hybrid-mesa": (2, *DEEP),
+    "partial-softmax-7": (7, 12, 20, 80, 0, None),
+    "partial-hybrid-mesa": (2, 12, 20, 80, 0, None),
+    **{f"partial-softmax-7-{w}": (7, 12, min(20, w), w, 0, None) for w in (5, 10, 15, 20, 30, 50)},
+    **{f"partial-hybrid-mesa-{w}": (2, 12, min(20, w), w, 0, None) for w in (5, 10, 15, 20, 30, 50)},
+    "nonlinear-softmax-7": (7, 4, 20, 60, 0, 300),
+    "nonlinear-hybrid-mesa": (2, 4, 20, 60, 0, 300),
+    **{f"linearization-{n}": (7, 4, 2 * n, 4 * n, 0, None) for n in (4, 6, 10, 20, 40, 60)},
 }
 SMALL, WIDE = 2e-4**0.5, 0.05**0.5
 AS_WRITTEN = {
@@ -132,6 +174,30 @@ def test_hyperparameters(variant, table):
         rate = preset(name, variant).train.optimizer.rate
         assert isinstance(rate, WarmupCosine)
         assert (rate.warmup, rate.end, rate.floor) == (1000, ends[variant == "as_written"], 1e-5)
+
+
+def test_sizes_as_run():
+    for name, expected in SIZES.items():
+        config = preset(name)
+        model = config.model
+        (heads,) = {block.heads for block in model.blocks}
+        (key_dim,) = {block.key_dim for block in model.blocks}
+        (mlp,) = {None if block.mlp is None else block.mlp.hidden for block in model.blocks}
+        width = model.model_dim or model.token_dim
+        assert (len(model.blocks), heads, key_dim, width, model.masked, mlp) == expected, name
+        # Codes of positions beside the inputs of queries and keys, where tokens are not constructed.
+        places = None if model.positions is None else (model.positions.at, model.positions.dim)
+        assert places == (None if model.model_dim is None else ("key_inputs", width)), name
+        assert not model.layer_norm, name
+    same = {
+        "linearization",
+        *(name for name in PRESETS if name.startswith(("sensitivity-partial", "sensitivity-non"))),
+    }
+    assert SIZES.keys() == PRESETS.keys() - same
+    for name in same - {"linearization"}:  # their tasks' models, trained for less
+        alike = preset(name.removeprefix("sensitivity-"))
+        assert (preset(name).model, preset(name).task) == (alike.model, alike.task)
+        assert (preset(name).train.steps, preset(name).train.keep_every) == (3000, 100)
 
 
 def test_wrong_names():

@@ -281,8 +281,8 @@ class Train:
     wandb: str | None = None
     """Also send metrics to this Weights & Biases project (extra: wandb)."""
     data_parallel: bool = False
-    """Cut every batch over all devices; of all processes, where each has JAX_COORDINATOR_ADDRESS=HOST:PORT,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or was started by srun or mpirun."""
+    """Cut every batch over all devices; of all processes, where they were started by srun or mpirun. Where each has
+    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID, that is so without asking."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change the kind of something: `--set model.blocks.1.mixer=Linear`, or `PATH={"kind": "Mesa", "lam_init": 2}`.
     The help of a preset begins with all kinds."""
@@ -305,13 +305,14 @@ class Train:
         chosen: list[Callable[[Run, int], Sink]] = [sinks.TensorBoard] if self.tensorboard else []
         if self.wandb is not None:
             chosen.append(partial(sinks.WeightsAndBiases, self.wandb))
-        if self.data_parallel:
+        together = self.data_parallel or parallel.is_asked_for()
+        if together:
             parallel.join()
         else:
             divide_cpu()
         keep_compiled(self.runs)
         began = time.monotonic()
-        run = (parallel.fit if self.data_parallel else fit)(
+        run = (parallel.fit if together else fit)(
             config,
             runs=self.runs,
             fresh=self.fresh,

@@ -85,8 +85,9 @@ class TrainLanguageModel:
     weights: bool = True
     """Keep them. What is measured of a model does not need them, only `mesascope lm eval` and `sample` do."""
     data_parallel: bool = False
-    """Cut every batch over all devices of all processes, and not only over those of this one: where each has
-    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or was started by srun or mpirun."""
+    """Cut every batch over all devices of all processes that srun or mpirun started, and not only over those of this
+    one. Where each has JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID, that is so without
+    asking."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Change the kind of something: `--set model.blocks.1.mixer=Delta`, or `PATH={"kind": "Mesa", "method": "cg"}`."""
 
@@ -102,19 +103,19 @@ class TrainLanguageModel:
         from mesascope.tasks.text import Corpus
 
         config = language_preset(self.preset, Corpus(self.data).task, self.size) if config is None else config
-        for assignment in self.set:
-            config = with_field(config, assignment)
+        config = with_field(config, *self.set)
         if self.resets:
             config = replace(config, model=replace(config.model, resets_at=config.task.eos))  # pyright: ignore
         if self.seeds is not None:
             config = replace(config, train=replace(config.train, seeds=self.seeds))
         if self.rate is not None:
             config = with_rate(config, self.rate)
-        if self.data_parallel:
+        together = self.data_parallel or parallel.is_asked_for()
+        if together:
             parallel.join()
         keep_compiled(self.runs)
         began = time.monotonic()
-        run = (parallel.fit if self.data_parallel else fit)(
+        run = (parallel.fit if together else fit)(
             config,
             data=self.data,
             runs=self.runs,

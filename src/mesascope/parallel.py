@@ -3,13 +3,13 @@
 The first process leads: it alone reads and writes the run and decides when to evaluate, save and stop. Before each of
 its calls it says which; the others follow, so that all run the same programs at the same time. With the variables
 
-    JAX_COORDINATOR_ADDRESS=host:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 mesascope train PRESET --data-parallel
+    JAX_COORDINATOR_ADDRESS=host:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 mesascope train PRESET
 
-(or started by Slurm's `srun`, or by the `mpirun` of Open MPI up to 4, which set their own) in every process, `join`
-makes them one; without, a process has its own devices only. Only the first needs the directory of runs. The result is
-that of one device with the same batches, but for the order of sums over them. If any process dies, the others end, and
-the same command goes on from the last checkpoint. `mesascope lm train` is the same; each process reads from its copy of
-the corpus what its own devices work on.
+(or with `--data-parallel` started by Slurm's `srun`, or by the `mpirun` of Open MPI up to 4, which set their own) in
+every process, `join` makes them one; without, a process has its own devices only. Only the first needs the directory of
+runs. The result is that of one device with the same batches, but for the order of sums over them. If any process dies,
+the others end, and the same command goes on from the last checkpoint. `mesascope lm train` is the same; each process
+reads from its copy of the corpus what its own devices work on.
 """
 
 import os
@@ -33,9 +33,14 @@ CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 SECONDS_WITHOUT_A_SIGN = 100
 
 
+def is_asked_for() -> bool:
+    """Whether the environment makes this process one of several by JAX's own variables."""
+    return "JAX_COORDINATOR_ADDRESS" in os.environ
+
+
 def join() -> None:
     """Make this process one of several, if the environment says so. Before anything else asks JAX for devices."""
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+    if is_asked_for():
         try:
             number, count = (int(os.environ[name]) for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
         except (KeyError, ValueError) as error:
