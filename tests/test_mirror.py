@@ -147,6 +147,7 @@ def test_a_run_at_a_url(url, whole, elsewhere):
     assert contents(fit(CONFIG, runs=url)) == contents(whole)
 
 
+@pytest.mark.faults
 def test_a_store_that_cannot_copy(tmp_path, whole, monkeypatch):
     """As sftp, ftp and smb: what it has under another name is sent."""
 
@@ -445,6 +446,7 @@ def test_a_sweep_at_a_url(url, elsewhere):
     assert not copies, "how far a run is can be told without its checkpoints"
 
 
+@pytest.mark.faults
 def test_the_log_is_sent_while_a_piece_is_done(url, monkeypatch):
     """A process that is killed sends nothing any more."""
 
@@ -456,6 +458,7 @@ def test_the_log_is_sent_while_a_piece_is_done(url, monkeypatch):
     assert work(Job(piece=TrainingRun(config=CONFIG, runs=url), attempt=1).to_text()) == DONE
 
 
+@pytest.mark.faults
 def test_a_sweep_whose_notes_cannot_be_sent(tmp_path, monkeypatch):
     """What is done is done, and told."""
     put, refused = mirror._put, []

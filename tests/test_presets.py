@@ -225,24 +225,36 @@ def test_a_bad_combination_says_what_to_do():
         ("model.blocks.0.dpfp", "-1", "dpfp: expected at least 0, got -1"),
         ("model.blocks.1.mixer.lam_init", "0", "lam_init: expected more than 0, got 0"),
         ("model.blocks.1.mixer.lam_init", "-1.0", "lam_init: expected more than 0, got -1.0"),
-        ("model.init_std", "NaN", "init_std: expected a finite number, got nan"),
+        ("model.init_std", "NaN", "init_std: expected float, got 'NaN'"),
         ("model.model_dim", "0", "model_dim: expected at least 1, got 0"),
         ("model.clip", "0.0", "clip: expected more than 0, got 0.0"),
         ("model.positions.dim", "0", "dim: expected at least 1, got 0"),
         ("task.state_noise", "-1", "state_noise: expected at least 0, got -1"),
-        ("task.initial.bound", "Infinity", "bound: expected a finite number, got inf"),
+        ("task.initial.bound", "Infinity", "bound: expected float, got 'Infinity'"),
         ("train.first_seed", "-1", "first_seed: expected at least 0, got -1"),
         ("train.first_seed", "2147483645", "first_seed: expected seeds below 2147483646"),
         ("train.keep_every", "0", "keep_every: expected at least 1, got 0"),
         ("train.optimizer.weight_decay", "-0.1", "weight_decay: expected at least 0, got -0.1"),
         ("train.optimizer.b2", "1.0", "b2: expected less than 1, got 1.0"),
-        ("train.optimizer.rate.peak", "NaN", "peak: expected a finite number, got nan"),
+        ("train.optimizer.rate.peak", "NaN", "peak: expected float, got 'NaN'"),
     ],
 )
 def test_numbers_that_cannot_be(path, value, expected):
     with pytest.raises(StoreError) as error:
         with_field(preset("hybrid-mesa"), f"{path}={value}")
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite(value):
+    config = preset("hybrid-mesa")
+    for part, name in (
+        (config.model, "init_std"),
+        (config.task.initial, "bound"),
+        (config.train.optimizer.rate, "peak"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: expected a finite number, got {value}"):
+            dataclasses.replace(part, **{name: value})  # pyright: ignore
 
 
 def test_setting_fields_by_name():

@@ -212,6 +212,7 @@ def test_what_is_tried_again(tmp_path, monkeypatch):
     assert [(o.state, o.attempts) for o in outcomes] == [("done", 2), ("failed", 1)]
 
 
+@pytest.mark.faults
 def test_retries_wait_longer_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "SECONDS_BEFORE_A_RETRY", 0.5)
     began = []
@@ -226,6 +227,7 @@ def test_retries_wait_longer_each_time(tmp_path, monkeypatch):
     assert began[2] - began[1] >= 1.0
 
 
+@pytest.mark.faults
 def test_a_folder_that_one_machine_cannot_write_to(tmp_path, monkeypatch):
     """Another may: it is tried again."""
     monkeypatch.setattr(driver, "SECONDS_BEFORE_A_RETRY", 0.0)
@@ -260,6 +262,7 @@ class Patient:
         return ""
 
 
+@pytest.mark.faults
 def test_a_sweep_that_is_out_of_time(tmp_path):
     pieces = [small(tmp_path), small(tmp_path, steps=13), small(tmp_path, steps=14)]
     place = Instant()
@@ -396,6 +399,7 @@ def test_figures_are_placed_in_pieces(tmp_path):
         main(["reproduce", "fig1", "--executor", "local", "--out", str(tmp_path / "out")])
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_what_is_done_is_drawn_though_a_piece_failed(tmp_path):
     """One figure needs text, and there is none; the other is drawn, and the exit status tells."""
@@ -542,6 +546,7 @@ def test_a_killed_driver(tmp_path):
     assert found == undisturbed(pieces, tmp_path / "alone")
 
 
+@pytest.mark.faults
 def test_a_worker_whose_driver_died_before_it_began(tmp_path):
     """It does not train on for nobody."""
     piece = small(tmp_path)
