@@ -296,11 +296,12 @@ def test_which_gpu_a_process_has(tmp_path, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert executor("local", folder=tmp_path).slots == slots
     place = executor("local:3", folder=tmp_path)
-    started = [place.start(f"{seconds}\n") for seconds in (60, 0, 60)]
+    started = [place.start("60\n") for _ in range(3)]
     try:
         assert [told(process) for process in started] == [["0", "false"], ["GPU-5f", "false"], ["0", "false"]]
+        started[1].process.kill()
         wait_for(lambda: started[1].ended() is not None)
-        started.append(place.start("0\n"))
+        started.append(place.start("60\n"))
         assert told(started[-1])[0] == "GPU-5f"
     finally:
         for process in started:
