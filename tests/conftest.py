@@ -5,12 +5,15 @@ say `OPTIMIZED = True`: those that measure rounding errors or run the programs t
 """
 
 import gc
+import signal
 
 import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A shell has what it starts in the background ignore Ctrl-C, and so would all processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
