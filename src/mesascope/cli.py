@@ -168,6 +168,7 @@ class Reproduce:
         from mesascope.experiments.reproduce import OutOfTimeError, against_committed, publish, reproduce
         from mesascope.report import write_page
         from mesascope.runs import keep_compiled
+        from mesascope.training import divide_cpu
 
         console = Console()
         fresh, figures, failed = self.fresh, self.figures, False
@@ -180,6 +181,7 @@ class Reproduce:
             fresh, (figures, failed) = False, self._place(self.executor, console)
             if failed and not figures:
                 sys.exit(1)
+        divide_cpu()
         keep_compiled(self.runs)
         # Smoke is to see that it runs: compiling takes most of its time.
         jax.config.update("jax_disable_most_optimizations", self.preset == "smoke")
