@@ -164,8 +164,8 @@ VARIATIONS = {
         layer_norm=True, normalize=Normalize(), mlp=FeedForward(hidden=5), forgets=True, shift_keys=True
     ),
     "queries and values": dict(normalize=Normalize(values=True)),
-    "divided by sums": dict(normalize=Normalize(by="sum"), dpfp=1),
-    "features by sums": dict(normalize=Normalize(by="sum", of="features"), dpfp=1),
+    # (Of features, which are positive: other sums may be anything, zero too.)
+    "divided by sums": dict(normalize=Normalize(by="sum", of="features"), dpfp=1),
     "mean zero, variance one": dict(normalize=Normalize(by="layer_norm")),
     "gelu by tanh": dict(mlp=FeedForward(hidden=5, activation="gelu_tanh")),
     "relu": dict(mlp=FeedForward(hidden=5, activation="relu")),

@@ -82,17 +82,18 @@ def _only(panel: Panel) -> Panel:
 
 def section(figure: Figure, root: Path, scale: Scale, models: Mapping[str, str]) -> str:
     experiment, claims, name = figure.experiment, figure.claims, figure.name
-    seen = "".join(f"<li>{_seen(claim)}</li>" for claim in claims)
     panels = "".join(_panel(name, i, panel, claims) for i, panel in enumerate(figure.panels))
+    failed = [claim for claim in claims if claim["verdict"] == "fails"]
     others = "".join(f'<span id="{anchor(part.experiment.id)}"></span>' for part in figure.parts[1:])
     return f"""
 <section class="figure" id="{anchor(name)}" data-figure="{escape(name)}" aria-labelledby="{anchor(name, "title")}">
 <header><p class="eyebrow">{escape(heading(name))}</p>
 <h2 id="{anchor(name, "title")}">{escape(experiment.shows)}</h2>{others}</header>
 <div class="prose"><div><h3>What the paper says</h3><p>{escape(experiment.says)}</p></div>
-<div><h3>What we see</h3><p class="summary">{summary(claims)}</p><ul class="seen">{seen}</ul></div></div>
+<div><h3>What we see</h3><p class="summary">{summary(claims)}</p>{_list(failed)}</div></div>
 {_controls(figure.panels)}
 <div class="panels" data-count="{min(len(figure.panels), 7)}">{panels}</div>
+{_numbers(claims)}
 {"".join(_made(part, root, scale, models) for part in figure.parts)}
 </section>"""
 
@@ -106,6 +107,19 @@ def _made(outcome: Outcome, root: Path, scale: Scale, models: Mapping[str, str])
     return f"""<footer><p class="command"><code>{escape(command)}</code>{time}</p>
 <p class="files">{_files(name, outcome, root, scale)}</p>
 <details><summary>How it was made</summary>{_pieces(outcome, models)}</details></footer>"""
+
+
+def _numbers(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Of all claims, below the panels, for who asks."""
+    if not claims:
+        return ""
+    what = "The claim" if len(claims) == 1 else f"All {len(claims)} claims"
+    return f'<details class="numbers"><summary>{what} in numbers</summary>{_list(claims)}</details>'
+
+
+def _list(claims: Sequence[Mapping[str, Any]]) -> str:
+    items = "".join(f"<li>{_seen(claim)}</li>" for claim in claims)
+    return f'<ul class="seen">{items}</ul>' if claims else ""
 
 
 def _seen(claim: Mapping[str, Any]) -> str:
