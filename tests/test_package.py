@@ -33,6 +33,7 @@ LAYERS = [
     "parallel",
     "sinks",
     "bench",
+    "bench_kernels",
     "bench_train",
     "bench_language",
     "experiments",

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -268,6 +268,7 @@ class Report:
     scaling: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
     accuracy: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -374,29 +375,41 @@ def accuracy_table(
     console.print(table)
 
 
-def bench_ops(*, small: bool, gpu: bool, repeats: int, out: Path | None) -> Report:
+def bench_ops(*, small: bool, repeats: int, out: Path | None) -> Report:
     """Run the tables and print them; see the command line's help."""
-    if gpu and jax.default_backend() != "gpu":
-        raise SystemExit(f"--gpu: expected a GPU, but jax runs on {jax.default_backend()}.")
-    console = Console()
-    report = Report(machine=machine())
-    console.print(" · ".join(str(v) for v in report.machine.values()))
+    console, report = begin()
+    speed = partial(partial, speed_table, console, report, repeats=repeats)
+    errors_of = partial(partial, accuracy_table, console, report)
     if small:
-        speed_table(console, report, (256, 50, 20), repeats=repeats, skip=SLOW)
-        speed_table(console, report, (12, 512, 64), repeats=repeats, skip=SLOW)
-        accuracy_table(console, report, time_steps=256, width=32, draws=2, lams=(1.0, 1e3))
+        tables = [
+            speed((256, 50, 20), skip=SLOW),
+            speed((12, 512, 64), skip=SLOW),
+            errors_of(time_steps=256, width=32, draws=2, lams=(1.0, 1e3)),
+        ]
     else:
-        shapes = [(1024, 50, 20), (48, 1024, 64)]
-        shapes = [*shapes[:1], (5120, 50, 20), (384, 1024, 64), (128, 2048, 128)] if gpu else shapes
-        for shape in shapes:
-            # Storing every H_t or R_t of the larger shapes takes tens of gigabytes.
-            large = shape[0] * shape[1] * shape[2] ** 2 > 2**28
-            skip = (*SLOW, "autodiff of the scan") if shape[2] == 128 else SLOW if large else ()
-            speed_table(console, report, shape, repeats=repeats, skip=skip)
-        scaling_table(console, report, batch=4, short=2048, long=8192, repeats=repeats)
-        memory_table(console, report, (48, 1024, 64))
-        accuracy_table(console, report, time_steps=1024, width=64, draws=4, lams=(1.0, 10.0, 1e3))
+        tables = [
+            speed((1024, 50, 20)),
+            speed((48, 1024, 64)),
+            partial(scaling_table, console, report, batch=4, short=2048, long=8192, repeats=repeats),
+            partial(memory_table, console, report, (48, 1024, 64)),
+            errors_of(time_steps=1024, width=64, draws=4, lams=(1.0, 10.0, 1e3)),
+        ]
+    return finish(console, report, tables, out)
+
+
+def begin() -> tuple[Console, Report]:
+    """Where to print and what to write, with the machine in it."""
+    console, report = Console(), Report(machine=machine())
+    console.print(" · ".join(str(v) for v in report.machine.values()))
+    return console, report
+
+
+def finish(console: Console, report: Report, tables: Sequence[Callable[[], Any]], out: Path | None) -> Report:
+    """Measure table by table; what has been measured is written after each."""
+    for table in tables:
+        table()
+        if out is not None:
+            report.write(out)
     if out is not None:
-        report.write(out)
         console.print(f"written to {out}")
     return report

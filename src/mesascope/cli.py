@@ -1,5 +1,6 @@
 """`mesascope`: the command line."""
 
+import os
 import signal
 import sys
 import time
@@ -27,16 +28,24 @@ class BenchOps:
     small: bool = False
     """Small shapes: about a minute."""
     gpu: bool = False
-    """The larger shapes, on a GPU."""
+    """The fused kernels on a GPU, with flash-linear-attention beside them if it is installed; and the larger shapes."""
     repeats: int = 15
     """Timed rounds; each round times every op once."""
     out: Path | None = None
     """Also write the numbers to this JSON file."""
 
     def run(self) -> None:
-        from mesascope.bench import bench_ops
+        if self.gpu and self.small:
+            raise ValueError("bench ops: --small is for a CPU; leave out one of --small and --gpu.")
+        if self.gpu:
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peer needs memory too
+            from mesascope.bench_kernels import bench_gpu
 
-        bench_ops(small=self.small, gpu=self.gpu, repeats=self.repeats, out=self.out)
+            bench_gpu(repeats=self.repeats, out=self.out)
+        else:
+            from mesascope.bench import bench_ops
+
+            bench_ops(small=self.small, repeats=self.repeats, out=self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
