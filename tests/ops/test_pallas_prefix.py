@@ -23,10 +23,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
-def traced_afresh():
+def traced_afresh(monkeypatch):
     """Programs that others traced with other constants of these modules are not used again."""
     from mesascope.bench import _compiled
 
+    monkeypatch.setattr(pallas, "PREFIX", True)
     _compiled.cache_clear()
     yield
     _compiled.cache_clear()
