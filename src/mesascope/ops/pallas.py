@@ -54,8 +54,8 @@ from mesascope.ops.kernels import (
 )
 from mesascope.ops.sequence import Sequence
 
-# Whether wide heads take the kernels of pallas_prefix.py where those apply, instead of walking by blocks. Not until those
-# have run on a GPU as they are now (benchmarks/kernels.md).
+# Whether wide heads take the kernels of pallas_prefix.py where those apply, instead of walking by blocks.
+# Off until they have run on a GPU as they now are (benchmarks/kernels.md).
 PREFIX = False
 _BLOCK = 16  # tokens taken at once, and rows of a triangular matrix inverted by substitution
 
