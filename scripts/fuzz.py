@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesascope import released, runs, store
+from mesascope import provenance, released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.reproduce import read_claims
 from mesascope.presets import preset
@@ -120,7 +120,8 @@ def make_run(folder: Path) -> None:
     store.write_arrays(path / "checkpoint.safetensors", now, step="5", config=store.digest(CONFIG))
     store.write_arrays(path / "weights.safetensors", now.models, config=store.digest(CONFIG))
     store.write_json(
-        path / "provenance.json", runs.provenance(CONFIG, devices=1) | {"command": ["mesascope", "train"]}
+        path / "provenance.json",
+        provenance.of(CONFIG, devices=1) | {"command": ["mesascope", "train"]},
     )
     store.write_json(path / "timing.json", {"seconds": 1.5, "steps_per_second": 8.0, "host_share": 0.1})
     by_position = [[1.0, 0.5, 0.25, 0.125]] * 2
@@ -666,7 +667,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.atheris and importlib.util.find_spec("atheris") is None:
         parser.error("--atheris: needs `pip install atheris` (Linux, CPython 3.11 to 3.13).")
-    began, commit = time.monotonic(), runs._git_commit()
+    began, commit = time.monotonic(), provenance.git_commit()
     found, grown = (fuzz_guided if given.atheris else fuzz)(
         given.cases, first=given.first, failures=given.failures
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mesascope import runs, store
+from mesascope import provenance, runs, store
 from mesascope.cli import main
 from mesascope.runs import Run, RunError, fit
 from mesascope.sweep import read_spec, status
@@ -132,7 +132,7 @@ def test_damaged_weights(whole, tmp_path, monkeypatch):
     content[-5] ^= 4
     path.write_bytes(content)
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "source_hash", lambda: "another")
+        patch.setattr(provenance, "source_hash", lambda: "another")
         with pytest.raises(RunError, match=r"damaged.*made by other source than this: go back"):
             fit(CONFIG, runs=tmp_path)
     console = plain()

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 import mesascope
-from mesascope import cli, runs, sinks, training
+from mesascope import cli, provenance, runs, sinks, training
 from mesascope.runs import MissingRunError, Run, RunError, find, fit, load
 from mesascope.show import list_presets, list_runs, show_run
 from mesascope.store import StoreError, locked, read_arrays, read_metadata
@@ -341,7 +341,7 @@ def test_other_source(tmp_path, monkeypatch):
     config = tiny(steps=40)
     run = stopped(config, tmp_path)
     finished = fit(tiny(steps=3), runs=tmp_path)
-    monkeypatch.setattr(runs, "source_hash", lambda: "another")
+    monkeypatch.setattr(provenance, "source_hash", lambda: "another")
     with pytest.raises(RunError, match=r"made by other source.*Begin again with --fresh"):
         fit(config, runs=tmp_path)
     assert fit(config, runs=tmp_path, fresh=True).finished
@@ -565,8 +565,8 @@ def test_a_configuration_that_was_changed_by_hand(tmp_path):
 def test_going_on_with_other_libraries_is_recorded(tmp_path, monkeypatch):
     config = tiny(steps=40)
     run = stopped(config, tmp_path)
-    made = runs.provenance
-    monkeypatch.setattr(runs, "provenance", lambda *given: made(*given) | {"device": "abacus"})
+    made = provenance.of
+    monkeypatch.setattr(provenance, "of", lambda *given: made(*given) | {"device": "abacus"})
     console = plain()
     assert fit(config, runs=tmp_path, console=console).finished
     assert "not as it was begun: device changed" in console.export_text()

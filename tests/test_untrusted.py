@@ -15,8 +15,8 @@ from scripts import fuzz
 from mesascope import released, runs, store
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab
+from mesascope.journal import read_lines
 from mesascope.progress import progress_on
-from mesascope.runs import _read_lines
 from mesascope.store import StoreError
 from mesascope.tasks.shards import read_record, sha256_of
 from mesascope.tasks.text import Corpus
@@ -301,7 +301,7 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path):
         os.mkfifo(run.path / name)
     for read in (
         lambda: run.config,
-        lambda: _read_lines(run.path / "metrics.jsonl", 2),
+        lambda: read_lines(run.path / "metrics.jsonl", 2),
         lambda: store.read_metadata(run.path / "weights.safetensors"),
         lambda: read_npz(run.path / "config.json", ["a"]),
         lambda: read_json(Path("/dev/zero")),

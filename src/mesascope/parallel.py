@@ -22,8 +22,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from mesascope.journal import interrupts
 from mesascope.language.training import LanguageConfig, LanguageTrainer
-from mesascope.runs import Run, folder_of, interrupts
+from mesascope.runs import Run, folder_of
 from mesascope.runs import fit as fit_alone
 from mesascope.training import Advanced, Config, Trainer, TrainState, everywhere
 

@@ -16,20 +16,11 @@ The same call goes on where an earlier one stopped, for whatever reason, and end
 needs the compiled programs too: see `keep_compiled`.)
 """
 
-import hashlib
-import importlib.metadata
-import json
 import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,20 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from mesascope import __version__, mirror, released, store
+from mesascope import mirror, provenance, released, store
+from mesascope.journal import Clock, Log, LogError, finite_or_none, interrupts, read_lines
 from mesascope.language.presets import LANGUAGE_PRESETS
 from mesascope.language.training import LanguageConfig, LanguageTrainer
 from mesascope.presets import PRESETS
 from mesascope.progress import Progress, progress_on
 from mesascope.store import StoreError
-from mesascope.training import Config, TrainConfig, Trainer, TrainState, over_the_cores
-from mesascope.untrusted import LONGEST_JSON, LONGEST_METRICS, check, parse_json, read_bytes
-
-PACKAGE = Path(__file__).parent
-# What a run's numbers depend on.
-SOURCES = (
-    "ops", "tasks", "typing.py", "parts.py", "models.py", "training.py", "language/model.py", "language/training.py",
-)  # fmt: skip
+from mesascope.training import Config, Trainer, TrainState, over_the_cores
+from mesascope.untrusted import check
 
 
 class RunError(RuntimeError):
@@ -153,7 +139,7 @@ class Run:
     def metrics(self) -> dict[str, np.ndarray]:
         """`step`, and by step and seed `eval_loss` and `train_loss` (since the evaluation before; NaN at first); of
         language models also what `LanguageTrainer.measure` adds."""
-        lines = _read_lines(self.path / "metrics.jsonl", self.config.train.seeds)
+        lines = read_lines(self.path / "metrics.jsonl", self.config.train.seeds)
         names = [name for name, value in (lines[0] if lines else {}).items() if isinstance(value, list)]
         return {
             name: np.array([line[name] for line in lines], float if name != "step" else int)
@@ -297,7 +283,7 @@ def fit(
         if state is None:
             # Remains of an earlier beginning that never came to a checkpoint.
             (run.path / "metrics.jsonl").unlink(missing_ok=True)
-            store.write_json(run.path / "provenance.json", provenance(config, trainer.devices))
+            store.write_json(run.path / "provenance.json", provenance.of(config, trainer.devices))
             state = trainer.start()
         else:
             state = trainer.place(state)
@@ -368,8 +354,11 @@ def _train(
     """To the end; or until a signal, which is returned, or for as long as it may take."""
     train = trainer.config.train
     began = last_save = time.monotonic()
-    clock, first = _Clock(), int(state.step)
-    log = _Log(run.path / "metrics.jsonl", int(state.step), train)
+    clock, first = Clock(), int(state.step)
+    try:
+        log = Log(run.path / "metrics.jsonl", int(state.step), train)
+    except LogError as error:
+        raise RunError(f"{error} Start anew with --fresh.") from error
     step, stride = int(state.step), 1
     progress.start(step, train.steps)
     with interrupts() as interrupted:
@@ -383,9 +372,10 @@ def _train(
                 since = step - (log.last_step or 0)
                 mean = np.asarray(state.loss_sum) / since if since else np.full(train.seeds, np.nan)
                 rate = float(train.optimizer.rate(step))
-                others = {name: _finite(values) for name, values in measured.items()}
+                others = {name: finite_or_none(values) for name, values in measured.items()}
                 log.add(
-                    dict(step=step, eval_loss=losses.tolist(), train_loss=_finite(mean), rate=rate) | others
+                    dict(step=step, eval_loss=losses.tolist(), train_loss=finite_or_none(mean), rate=rate)
+                    | others
                 )
                 for sink in sinks:
                     named = {f"eval_loss/seed_{i}": float(x) for i, x in enumerate(losses)}
@@ -454,7 +444,7 @@ def _mend(run: Run, trainer: Trainer | LanguageTrainer, progress: Progress) -> N
     try:
         run.result if without else store.read_arrays(weights, trainer.shapes.models)
     except StoreError as error:
-        if run.provenance["source"] != source_hash():
+        if run.provenance["source"] != provenance.source_hash():
             raise RunError(
                 f"{error} It was made by other source than this: go back to that source, or train it anew with --fresh."
             ) from error
@@ -504,85 +494,6 @@ def _diverged(run: Run, trainer: Trainer | LanguageTrainer, failed: np.ndarray) 
     )
 
 
-class _Clock:
-    """Tells what the host costs. The first time that anything is done is not counted: it is compiled then."""
-
-    def __init__(self):
-        self.began = self.counted_from = time.monotonic()
-        self.in_device = 0.0
-        self.known: set[str] = set()
-
-    @contextmanager
-    def busy(self, what: str) -> Iterator[Callable[[], float]]:
-        """While the device works; gives the time since it began to."""
-        started = time.monotonic()
-        yield lambda: time.monotonic() - started
-        if what in self.known:
-            self.in_device += time.monotonic() - started
-        else:
-            self.known.add(what)
-            self.counted_from += time.monotonic() - started
-
-    def account(self, steps: int) -> dict[str, float]:
-        now = time.monotonic()
-        # What passed before and between first times is start-up, but too little to matter.
-        counted = max(now - self.counted_from, 1e-9)
-        return {
-            "seconds": now - self.began,
-            "steps_per_second": steps / counted,
-            "host_share": max(0.0, 1 - self.in_device / counted),
-        }
-
-
-class _Log:
-    """`metrics.jsonl`: what was written after the last checkpoint is cut off, for it will be written again."""
-
-    def __init__(self, path: Path, until: int, train: TrainConfig):
-        self.path = path
-        try:
-            lines = [line for line in _read_lines(path, train.seeds) if line["step"] <= until]
-        except StoreError as error:
-            raise RunError(f"{error} Start anew with --fresh.") from error
-        due = {*range(0, until + 1, train.eval_every), *([until] if until == train.steps else [])}
-        if until and [line["step"] for line in lines] != sorted(due):
-            raise RunError(
-                f"{path}: expected every evaluation up to the checkpoint at step {until}. Start anew with --fresh."
-            )
-        self.last_step: int | None = lines[-1]["step"] if lines else None
-        store.write(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
-
-    def add(self, line: dict[str, Any]) -> None:
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise StoreError(f"could not write {self.path}: {error.strerror}.") from error
-        self.last_step = line["step"]
-
-
-def _read_lines(path: Path, seeds: int) -> list[dict[str, Any]]:
-    """Whole lines; a torn last one is left out."""
-    if not path.exists():
-        return []
-    form = {"step": int, "eval_loss": [float], "train_loss": [(float, None)]}
-    lines = []
-    for number, content in enumerate(read_bytes(path, LONGEST_METRICS).split(b"\n")[:-1], start=1):
-        where = f"{path}, line {number}"
-        if len(content) > LONGEST_JSON:
-            raise StoreError(f"{where}: expected at most {LONGEST_JSON:,} bytes, got {len(content):,}.")
-        line = check(parse_json(content, where), form, where)
-        by_seed = {name: value for name, value in line.items() if isinstance(value, list)}
-        check(by_seed, {str: [(float, None)]}, where)
-        if any(len(value) != seeds for value in by_seed.values()):
-            raise StoreError(f"{where}: expected numbers of {seeds} seeds.")
-        lines.append(line)
-        if by_seed.keys() != {name for name, value in lines[0].items() if isinstance(value, list)}:
-            raise StoreError(f"{where}: other numbers than in the first line.")
-    return lines
-
-
 def _step_of(metadata: Mapping[str, str], path: Path) -> int:
     step = metadata.get("step", "")
     if not step.isdecimal() or len(step) > 15:
@@ -590,99 +501,12 @@ def _step_of(metadata: Mapping[str, str], path: Path) -> int:
     return int(step)
 
 
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [float(v) if np.isfinite(v) else None for v in values]
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that what runs can finish a step; a second one is obeyed at once."""
-    caught: list[int] = []
-
-    def catch(number: int, frame: Any) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    try:
-        before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # Not the main thread: there signals are somebody else's.
-        before = {}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# Where a run comes from.
-
-
-def provenance(config: Config | LanguageConfig, devices: int) -> dict[str, Any]:
-    """What a run is being made with, on so many devices: a sum over several is rounded otherwise than over one."""
-    if isinstance(config, LanguageConfig):
-        precision = f"{config.model.compute} on {devices} devices"
-    else:
-        tf32 = config.model.tf32 and jax.default_backend() == "gpu"
-        precision = "tf32 projections" if tf32 else "float32"
-        precision += f" on {devices} devices" if devices > 1 else ""
-    return made_with() | {"precision": precision, "command": [_without_password(word) for word in sys.argv]}
-
-
-def _without_password(word: str) -> str:
-    return re.sub(r"://[^/\s]*@", "://", word)
-
-
-def made_with() -> dict[str, Any]:
-    """This program, its libraries and this machine's device."""
-    libraries = ("jax", "jaxlib", "equinox", "optax", "numpy", "safetensors")
-    device = jax.devices()[0]
-    return {
-        "mesascope": __version__,
-        "source": source_hash(),
-        "git": _git_commit(),
-        "python": sys.version.split()[0],
-        "libraries": {name: importlib.metadata.version(name) for name in libraries},
-        "device": f"{device.device_kind} ({device.platform})",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def source_hash() -> str:
-    """Of the source that a run's numbers depend on."""
-    total = hashlib.sha256()
-    for name in SOURCES:
-        path = PACKAGE / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            total.update(f"{file.relative_to(PACKAGE)}\n".encode())
-            total.update(file.read_bytes())
-    return total.hexdigest()[:16]
-
-
-def _git_commit() -> str | None:
-    """Of the checkout that the package lies in, `+` if it has been changed; None outside of one."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(PACKAGE), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        inside = git("ls-files", "--error-unmatch", "runs.py")
-        return (
-            git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
-            if inside
-            else None
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def _check_source(run: Run, progress: Progress) -> None:
     """Half of a run by one program and half by another would be neither's."""
     if not (run.path / "provenance.json").exists():
         return
     try:
-        before, now = run.provenance["source"], source_hash()
+        before, now = run.provenance["source"], provenance.source_hash()
     except StoreError as error:
         if run.finished or not run._checkpoints:
             progress.note(f"{error} What made this run is not known.")
@@ -702,7 +526,7 @@ def _check_source(run: Run, progress: Progress) -> None:
 
 def _note_changes(run: Run, step: int, devices: int, progress: Progress) -> None:
     """A run that goes on elsewhere is still a run, but not one whose bits can be had again: it says so."""
-    made, now = run.provenance, provenance(run.config, devices)
+    made, now = run.provenance, provenance.of(run.config, devices)
     changed = [name for name in ("device", "precision", "python", "libraries") if made.get(name) != now[name]]
     if changed:
         progress.note(f"not as it was begun: {', '.join(changed)} changed; recorded in provenance.json.")

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mesascope import mirror
+from mesascope import mirror, provenance
 from mesascope.language import LANGUAGE_PRESETS, LanguageConfig, LanguageModel, language_preset
 from mesascope.language.training import OF
 from mesascope.models import Transformer
 from mesascope.presets import PRESETS, preset
 from mesascope.progress import spread
-from mesascope.runs import Run, source_hash
+from mesascope.runs import Run
 from mesascope.store import StoreError
 from mesascope.tasks.text import Text
 from mesascope.training import Config
@@ -96,7 +96,7 @@ def list_runs(runs: str | Path, console: Console | None = None) -> None:
         return
     table = Table("run", "seeds", "steps", "loss on fresh sequences", "made by", title=f"runs in {runs}")
     table.columns[0].overflow = "fold"  # a name that is cut off finds no run
-    now = source_hash()
+    now = provenance.source_hash()
     for run in (Run(mirror.at(runs, name).seen(weights=False)) for name in there):
         try:
             train = run.config.train
@@ -139,9 +139,10 @@ def show_run(run: Run, console: Console | None = None) -> None:
                 "" if np.isnan(train).any() else spread(train),
             )
         console.print(table)
-    if made["source"] != source_hash():
+    if made["source"] != provenance.source_hash():
         console.print(
-            f"made by other source than this ({source_hash()}); to train it anew: --fresh", highlight=False
+            f"made by other source than this ({provenance.source_hash()}); to train it anew: --fresh",
+            highlight=False,
         )
     if run.finished:
         result = run.result

@@ -20,7 +20,8 @@ from mesascope.experiments.rates import beyond, trial_of
 from mesascope.experiments.reproduce import reproduce
 from mesascope.experiments.results import Named, write
 from mesascope.language import language_preset
-from mesascope.runs import DivergedError, made_with
+from mesascope.provenance import made_with
+from mesascope.runs import DivergedError
 from mesascope.store import StoreError
 from tests.experiments.planted import flips, planted, verdicts
 from tests.language.test_presets import gpt2
@@ -259,7 +260,7 @@ def test_trials_are_the_same_for_all_and_warm_up_as_slowly():
     assert (trial.train.seeds, trial.train.first_seed, trial.measured_on) == (1, 1000, "train")
 
 
-def test_a_search_goes_one_rate_beyond_its_edge():
+def test_which_rate_is_beyond_the_edge():
     assert beyond({1e-3: 2.0, 3e-3: 1.0, 1e-2: 3.0}) is None
     assert beyond({1e-3: 2.0, 3e-3: 1.0}) == pytest.approx(9e-3)
     assert beyond({1e-3: 0.5, 3e-3: 1.0}) == pytest.approx(3e-4)
@@ -295,10 +296,13 @@ def test_a_search_within_a_deadline(tmp_path, monkeypatch):
     told = Console(file=io.StringIO(), width=200)
     assert rates.best(rates.search_rates(config, runs=tmp_path, console=told)) == 1e-3
     assert not told.file.getvalue()
+    trials.losses = lambda rate: abs(np.log(rate / 2e-2))
+    assert list(rates.search_rates(config, runs=tmp_path, console=told))[4:] == pytest.approx([0.03, 0.09])
+    assert not told.file.getvalue()
     trials.losses = lambda rate: 1 / rate
     found = rates.search_rates(config, runs=tmp_path, console=told)
-    assert list(found) == [3e-4, 1e-3, 3e-3, 1e-2, pytest.approx(0.03)]
-    assert "the best rate tried is 0.03, at the edge" in told.file.getvalue()
+    assert list(found) == [3e-4, 1e-3, 3e-3, 1e-2, pytest.approx(0.03), pytest.approx(0.09)]
+    assert "the best rate tried is 0.09, at the edge" in told.file.getvalue()
 
 
 def test_what_diverges_is_halved_and_not_tried_again(tmp_path, monkeypatch):

@@ -9,14 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from mesascope import store
+from mesascope import provenance, store
 from mesascope.experiments.lab import Lab, OutOfTimeError
 from mesascope.language import LanguageConfig, with_rate
-from mesascope.runs import DivergedError, Run, RunError, fit, path_of, source_hash
+from mesascope.runs import DivergedError, Run, RunError, fit, path_of
 from mesascope.training import WarmupCosine
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-"""If the best of them is the first or the last, one more is tried beyond it: the same rule for every model."""
+FURTHER = 2
+"""While the best is the first or the last, rates beyond it are tried, so many at most: one rule for every model."""
 PART = 0.1
 """Each rate is tried for a tenth of the steps, its schedule shortened to that, with one seed that is not used again."""
 WARMUP = 0.25
@@ -62,7 +63,7 @@ def train_at_best(lab: Lab, config: LanguageConfig) -> tuple[Run, dict[float, fl
 def fit_once(config: LanguageConfig, *, runs: str | Path, **options: Any) -> Run:
     """`runs.fit` without keeping weights. What has diverged is known to, and not trained again by the same source."""
     mark = path_of(config, runs) / "diverged.json"
-    known = {"source": source_hash()}
+    known = {"source": provenance.source_hash()}
     if mark.exists() and store.read_json(mark) == known:
         raise DivergedError(f"{config.name} has diverged before ({mark}).")
     try:
@@ -108,8 +109,9 @@ def search_rates(
         return run.result["loss"][0]
 
     found = {rate: loss(rate) for rate in rates}
-    if (further := beyond(found)) is not None:
-        found[further] = loss(further)
+    for _ in range(FURTHER):
+        if (further := beyond(found)) is not None:
+            found[further] = loss(further)
     if beyond(found) is not None and console is not None:
         console.print(
             f"{config.name}: the best rate tried is {best(found):g}, at the edge: a better one may lie beyond.",

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mesascope import experiments, released, runs, store
+from mesascope import experiments, provenance, released, store
 from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import ENOUGH, differences
@@ -168,7 +168,7 @@ def compute_piece(
         "arrays": list(arrays),
         **lab.about(),
         "seconds": round(time.monotonic() - began, 1),
-        "made": runs.made_with(),
+        "made": provenance.made_with(),
     }
     results.write(path, arrays, about)
     return arrays, about

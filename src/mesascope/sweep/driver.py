@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mesascope import mirror, store
-from mesascope.runs import interrupts
+from mesascope.journal import interrupts
 from mesascope.sweep.executors import Executor, Running
 from mesascope.sweep.pieces import Job, Piece, folder_of
 from mesascope.sweep.worker import BUSY, DONE, FAILED, HOPELESS, OUT_OF_TIME, STOPPED
