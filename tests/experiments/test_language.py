@@ -139,21 +139,25 @@ def test_recall_claims():
     }
     good |= {f"{m}_accuracy": np.add([[0.0], [0.01]], np.full((2, 2), a)) for m, a in
              (("softmax", 0.9), ("linear", 0.5), ("delta", 0.7), ("mesa", 0.8))}  # fmt: skip
+    good |= {f"{m}_width": sizes for m in ("softmax", "linear", "delta", "mesa")}
     flips("recall", good, {})
-    flips("recall", good, {"mesa_accuracy": good["mesa_accuracy"] - 0.5}, "recall-1")
+    flips("recall", good, {"mesa_accuracy": good["mesa_accuracy"] - 0.5}, "recall-1", "recall-2")
+    flips("recall", good, {"delta_accuracy": good["delta_accuracy"] + 0.2}, "recall-2")
     # Better at the same width, but not with as many numbers: 32 of them are half way from 16 to 64.
     better = {
         "linear_accuracy": np.array([[0.4, 0.8], [0.4, 0.81]]),
+        "delta_accuracy": np.array([[0.45, 0.85], [0.45, 0.86]]),
         "mesa_accuracy": np.array([[0.5, 0.9], [0.5, 0.9]]),
     }
     flips("recall", good, better, "recall-1")
     # Better on average, but only by one of two seeds.
-    flips("recall", good, {"mesa_accuracy": np.array([[0.51, 0.51], [0.9, 0.9]])}, "recall-1")
+    flips("recall", good, {"mesa_accuracy": np.array([[0.51, 0.51], [0.9, 0.9]])}, "recall-1", "recall-2")
     one = {name: values[:1] if values.ndim == 2 else values for name, values in good.items()}
-    assert verdicts("recall", one) == {"recall-1": "not testable at this preset"}
-    (panel,) = experiment("recall").panels(planted("recall", good))
-    assert [line.label for line in panel.lines] == ["softmax", "linear", "delta", "mesa"]
-    assert panel.lines[3].x.tolist() == [32, 128]
+    assert verdicts("recall", one) == dict.fromkeys(("recall-1", "recall-2"), "not testable at this preset")
+    panels = experiment("recall").panels(planted("recall", good))
+    for panel, mesa in zip(panels, ([32, 128], [4, 8]), strict=True):
+        assert [line.label for line in panel.lines] == ["softmax", "linear", "delta", "mesa"]
+        assert panel.lines[3].x.tolist() == mesa
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class _Scale:
 SCALES = {
     "smoke": _Scale(task=AssociativeRecall(vocabulary=32, pairs=2, length=16), width=8, key_dims=(2, 4), steps=6,
                     batch_size=4, seeds=2, rate=1e-3),
-    "quick": _Scale(task=AssociativeRecall(vocabulary=64, pairs=8, length=40), width=32, key_dims=(4, 8, 16, 32),
+    "quick": _Scale(task=AssociativeRecall(vocabulary=128, pairs=16, length=80), width=64, key_dims=(4, 8, 16, 32),
                     steps=1000, batch_size=64, seeds=2, rate=1e-2),
     "paper": _Scale(task=AssociativeRecall(vocabulary=8192, pairs=64, length=512), width=128,
                     key_dims=(8, 16, 32, 64), steps=10_000, batch_size=128, seeds=3, rate=3e-3),
@@ -96,21 +96,27 @@ def measured(lab: Lab, mixer: str) -> Arrays:
         rates.append(run.config.train.optimizer.rate.peak)
     return {
         f"{mixer}_accuracy": Named.of(np.transpose(accuracy), "seed", "size"),
+        f"{mixer}_width": Named.of(of.key_dims, "size"),
         f"{mixer}_state": Named.of([state_size(mixer, d, of.task.length) for d in of.key_dims], "size"),
         f"{mixer}_rate": Named.of(rates, "size"),
     }
 
 
 def panels(result: Result) -> list[Panel]:
-    """Accuracy by size of the state."""
-    lines = tuple(
-        Line(label=mixer, x=result[f"{mixer}_state"], y=result[f"{mixer}_accuracy"], kind=COLORS[mixer],
-             markers=True, dashed=mixer == "softmax", origin=result.origin[f"{mixer}_accuracy"])
-        for mixer in MIXERS
-    )  # fmt: skip
+    """Accuracy by size of the state, and by width of keys."""
+
+    def by(size: str) -> tuple[Line, ...]:
+        return tuple(
+            Line(label=mixer, x=result[f"{mixer}_{size}"], y=result[f"{mixer}_accuracy"], kind=COLORS[mixer],
+                 markers=True, dashed=mixer == "softmax", origin=result.origin[f"{mixer}_accuracy"])
+            for mixer in MIXERS
+        )  # fmt: skip
+
     return [
-        Curves(letter="A", title="multi-query associative recall", xlabel="numbers in the state",
-               ylabel="queries answered", lines=lines, log_x=True)
+        Curves(letter="A", title="recall by size of the state", xlabel="numbers in the state",
+               ylabel="queries answered", lines=by("state"), log_x=True),
+        Curves(letter="B", title="by width of keys, parameters being equal", xlabel="width of keys and values",
+               ylabel="queries answered", lines=by("width"), log_x=True),
     ]  # fmt: skip
 
 
@@ -128,6 +134,17 @@ def claims(result: Result) -> list[Claim]:
             id="recall-1", figure="recall", panel="A", source="ours; the task is that of Arora et al. (2023)",
             claim="as many numbers in a state answer more queries if least squares fits them than if Hebb's rule does",
             checks=less(what, linear.mean(-1), result["mesa_accuracy"][:, known].mean(-1)), seeds=2,
+        ),
+        Claim(
+            id="recall-2", figure="recall", panel="B", source="ours; the task is that of Arora et al. (2023)",
+            claim="with keys as wide, least squares answers more queries than Hebb's rule and than the delta rule",
+            checks=tuple(
+                check
+                for mixer, name in (("linear", "linear attention"), ("delta", "the delta rule"))
+                for check in less(f"queries answered by {name} minus those by mesa, mean over widths",
+                                  result[f"{mixer}_accuracy"].mean(-1), result["mesa_accuracy"].mean(-1))
+            ),
+            seeds=2,
         ),
     ]  # fmt: skip
 
