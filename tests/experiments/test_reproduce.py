@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -334,3 +335,20 @@ def test_a_rate_is_halved_where_models_diverge(tmp_path, monkeypatch):
         for path in tmp_path.glob("*/config.json")
     ]
     assert sorted(tried, reverse=True) == [3e38, 1.5e38, 0.75e38]
+
+
+def test_programs_are_forgotten_before_there_are_too_many():
+    """The real thing, that XLA aborts in a process that has compiled all figures, takes an hour: `test_smoke.py`."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("only Linux counts mappings")
+
+    @jax.jit
+    def program(x):
+        return x + 1
+
+    program(1)
+    machinery.forget_programs(most=10**9)
+    assert program._cache_size() == 1
+    machinery.forget_programs(most=0)
+    assert program._cache_size() == 0
+    assert program(1) == 2

@@ -1,5 +1,6 @@
 """`mesascope reproduce`: compute what is missing, draw it, hold it to the claims."""
 
+import gc
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -29,6 +31,7 @@ from mesascope.experiments.panels import Curves, Drawing, Maps, Panel, draw
 from mesascope.experiments.results import Arrays, Result
 from mesascope.untrusted import StoreError, check
 
+MAPPINGS = 30_000
 STYLES = {"holds": "green", "fails": "red", "not testable at this preset": "dim"}
 
 
@@ -161,6 +164,7 @@ def compute_piece(
     if not fresh and (found := _kept(path, lab)) is not None:
         return found
     lab.check_time()
+    forget_programs()
     lab.inputs = {}
     began = time.monotonic()
     arrays = experiment.pieces[name](lab)
@@ -172,6 +176,18 @@ def compute_piece(
     }
     results.write(path, arrays, about)
     return arrays, about
+
+
+def forget_programs(most: int = MAPPINGS) -> None:
+    """Drop all compiled programs if this process has more mappings of memory than these: each program takes some, and
+    where Linux allows no more (65,530, as a rule) XLA aborts. What is needed again is compiled again."""
+    try:
+        mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # not Linux, which counts them
+        return
+    if mappings > most:
+        jax.clear_caches()
+        gc.collect()
 
 
 def is_kept(experiment: Experiment, name: str, lab: Lab, folder: Path) -> bool:
