@@ -49,7 +49,7 @@ types: $(STAMP)  ## pyright
 	PYRIGHT_PYTHON_GLOBAL_NODE=off PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint types  ## lint, types and the fast tests
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) --durations=25 --durations-min=5
 
 test-all: lint types  ## lint, types and every test that needs no GPU; records docs/test-all.md
 	$(BIN)/python scripts/record_test_all.py $(PARALLEL)
