@@ -201,7 +201,7 @@ def test_sizes_as_run():
 
 
 def test_wrong_names():
-    with pytest.raises(ValueError, match=r"there is none called 'softmax-8'\. There are: linear-1"):
+    with pytest.raises(ValueError, match=r"there is no 'softmax-8'\. The nearest are: softmax-7"):
         preset("softmax-8")
     with pytest.raises(ValueError, match="variant: expected 'as_run' or 'as_written', got 'as_told'"):
         preset("softmax-7", "as_told")  # pyright: ignore

@@ -423,7 +423,7 @@ def test_a_sink_that_is_not_installed(monkeypatch, tmp_path):
 
 def test_command_line_errors_are_sentences(tmp_path):
     for arguments, expected in (
-        (["train", "softmax-8"], "there is none called 'softmax-8'"),
+        (["train", "softmax-8"], "there is no 'softmax-8'"),
         (["train", "linear-1", "--task.state-dim", "3"], "model.token_dim"),
         (["show", "nothing", "--runs", str(tmp_path)], "there is no run 'nothing'"),
     ):

@@ -377,6 +377,8 @@ def test_figures_that_need_text_are_left_out_where_there_is_none(tmp_path):
     texts = {"lm-keyshift", "lm-two-layers", "lm-four-layers", "lm-attention"}
     assert {piece.figure for piece in figure_pieces((), **where, data=tmp_path)} - left == texts
     assert {piece.figure for piece in figure_pieces(("lm-attention",), **where)} == {"lm-attention"}
+    (one,) = figure_pieces(("lm-two-layers/mesa",), **where)
+    assert (one.figure, one.piece) == ("lm-two-layers", "mesa")
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ class Reproduce:
     """Regenerate figures of the paper and hold them to its claims. Exit status 1: a claim is not as committed."""
 
     figures: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Which, such as `fig4 fig7`; all of them unless given. Of language models also some: `lm-two-layers/mesa`."""
+    """Which, such as `fig4 fig7`; all of them unless given. A panel, `fig7b`, is computed with its figure. Of language
+    models also some: `lm-two-layers/mesa`."""
     preset: Literal["smoke", "released", "quick", "paper"] = "released"
     """From released weights; or trained here: `quick` at reduced scale, `paper` with five seeds (a GPU), `smoke` to
     see that it runs."""

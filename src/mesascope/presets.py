@@ -25,6 +25,7 @@ from mesascope.models import (
     Positions,
     Softmax,
 )
+from mesascope.store import unknown
 from mesascope.tasks import Constructed, Dynamics
 from mesascope.training import AdamW, Config, Constant, TrainConfig, WarmupCosine
 
@@ -50,7 +51,7 @@ class Preset:
 def preset(name: str, variant: Variant = "as_run") -> Config:
     """The configuration of that name; `PRESETS` has them all."""
     if name not in PRESETS:
-        raise ValueError(f"preset: there is none called {name!r}. There are: {', '.join(PRESETS)}.")
+        raise ValueError(unknown("preset", name, PRESETS))
     if variant not in ("as_run", "as_written"):
         raise ValueError(f"variant: expected 'as_run' or 'as_written', got {variant!r}.")
     config = PRESETS[name].build(variant)

@@ -1,5 +1,6 @@
 """Files that are whole or absent: atomic writes, named arrays with a checksum, configurations as JSON."""
 
+import difflib
 import fcntl
 import hashlib
 import json
@@ -26,6 +27,14 @@ from mesascope.untrusted import read_json as read_json
 
 T = TypeVar("T")
 SECONDS_FOR_A_LOOK = 1.0
+
+
+def unknown(what: str, name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    """What to say about a name that is not among those known."""
+    near = difflib.get_close_matches(name, list(known), n=4, cutoff=0.3)
+    if near:
+        return f"{what}: there is no {name!r}. The nearest are: {', '.join(near)}."
+    return f"{what}: there is no {name!r}. There are: {', '.join(known)}."
 
 
 def write(path: Path, content: bytes) -> None:

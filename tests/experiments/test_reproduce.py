@@ -352,3 +352,11 @@ def test_programs_are_forgotten_before_there_are_too_many():
     machinery.forget_programs(most=0)
     assert program._cache_size() == 0
     assert program(1) == 2
+
+
+def test_a_panel_is_computed_with_its_figure():
+    assert list(machinery.asked_for(["fig7b", "fig4", "fig7"])) == ["fig7", "fig4"]
+    assert experiments.figure_of("fig7-as-written") == "fig7-as-written"
+    for wrong in ("fig9", "fig9b", "fig7bb"):
+        with pytest.raises(ValueError, match=f"there is no '{wrong}'"):
+            experiments.experiment(experiments.figure_of(wrong))

@@ -98,7 +98,7 @@ def test_a_rate_is_that_of_the_search(corpus, tmp_path, capsys):
 def test_errors_are_sentences(corpus, tmp_path, capsys):
     for arguments, expected in (
         (["train", "lm-2-mesa", "--size", "cpu"], "data: say where the prepared corpus lies"),
-        (["train", "lm-9", "--size", "cpu", "--data", corpus.path], "there is none called 'lm-9'"),
+        (["train", "lm-9", "--size", "cpu", "--data", corpus.path], "there is no 'lm-9'"),
         (["train", "lm-2-mesa", "--data", tmp_path], "is no prepared corpus"),
         (["sample", "nothing", "--data", corpus.path, "--runs", tmp_path], "there is no run 'nothing'"),
     ):

@@ -88,9 +88,7 @@ def test_another_rate_keeps_the_shape_of_the_schedule():
 
 
 def test_wrong_names():
-    with pytest.raises(
-        ValueError, match=r"there is none called 'lm-3-mesa'\. There are: lm-keyshift-softmax"
-    ):
+    with pytest.raises(ValueError, match=r"there is no 'lm-3-mesa'\. The nearest are: lm-4-mesa"):
         language_preset("lm-3-mesa", gpt2)
     with pytest.raises(ValueError, match="size: expected one of paper, gpu, cpu, got 'tpu'"):
         language_preset("lm-2-mesa", gpt2, "tpu")  # pyright: ignore

@@ -31,9 +31,9 @@ from mesascope.analysis.results import (
     drawing,
     reader,
     tiles_size,
-    unknown,
     unstack,
 )
+from mesascope.store import unknown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

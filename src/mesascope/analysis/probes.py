@@ -47,9 +47,9 @@ from mesascope.analysis.results import (
     seeds_of,
     shades,
     student_t,
-    unknown,
     unstack,
 )
+from mesascope.store import unknown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

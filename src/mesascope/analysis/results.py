@@ -7,7 +7,6 @@ read the same sequences, so an error of the mean has a part from each.
 
 import abc
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
+from mesascope.store import unknown
 from mesascope.tasks import Examples
 from mesascope.training import half_squared_errors
 
@@ -327,14 +327,6 @@ def check_paths(paths: Sequence[str], known: Mapping[str, Any]) -> None:
     for path in paths:
         if path not in known:
             raise KeyError(unknown("path", path, known))
-
-
-def unknown(what: str, name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """What to say about a name that is not among those known."""
-    near = difflib.get_close_matches(name, list(known), n=4, cutoff=0.3)
-    if near:
-        return f"{what}: there is no {name!r}. The nearest are: {', '.join(near)}."
-    return f"{what}: there is no {name!r}. There are: {', '.join(known)}."
 
 
 def batches(sequences: int, batch_size: int) -> list[int]:

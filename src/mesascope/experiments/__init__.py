@@ -7,6 +7,7 @@ from functools import cache
 from importlib.resources import files
 
 from mesascope.experiments.base import AS_WRITTEN, Experiment, as_written
+from mesascope.store import unknown
 
 # Figure by figure, and the file that has it.
 _FILES = {
@@ -49,13 +50,18 @@ def names() -> list[str]:
 def experiment(name: str) -> Experiment:
     """A figure by its id."""
     if name not in names():
-        raise ValueError(f"figure: there is no {name!r}. There are: {', '.join(names())}.")
+        raise ValueError(unknown("figure", name, names()))
     figure = name.removesuffix(AS_WRITTEN)
     module = importlib.import_module(f"mesascope.experiments.{_FILES[figure]}")
     found = module.EXPERIMENTS[figure]
     return dataclasses.replace(
         found if name == figure else as_written(found), minutes=minutes().get(name, {})
     )
+
+
+def figure_of(name: str) -> str:
+    """The figure that a panel belongs to, which is computed as a whole: "fig7" for "fig7b"; else the name itself."""
+    return name[:-1] if name[:-1] in names() and name[-1].isalpha() else name
 
 
 @cache

@@ -102,7 +102,7 @@ def asked_for(names: Sequence[str]) -> dict[str, list[str]]:
     """Figures, and which of their pieces; all, where none is named."""
     found: dict[str, list[str]] = {}
     for name in names or experiments.names():
-        figure, _, piece = name.partition("/")
+        figure, _, piece = experiments.figure_of(name).partition("/")
         pieces = found.setdefault(figure, [])
         if piece:
             experiment = experiments.experiment(figure)
@@ -203,7 +203,7 @@ def piece_path(figure: str, name: str, folder: Path) -> Path:
 def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -> list[Outcome]:
     """Draw figures again from what was computed, and compute nothing."""
     outcomes = []
-    for name in names or experiments.names():
+    for name in dict.fromkeys(map(experiments.figure_of, names or experiments.names())):
         experiment = experiments.experiment(name)
         stored, stored_about = _stored(name) if scale.from_released else ({}, {})
         arrays, about = {}, dict(stored_about.get("pieces", {}))

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesascope import store
-from mesascope.analysis.results import Estimate, unknown
+from mesascope.analysis.results import Estimate
 from mesascope.experiments.panels import Origin
+from mesascope.store import unknown
 from mesascope.untrusted import StoreError, check, read_npz
 
 

@@ -21,6 +21,7 @@ from typing import Literal
 from mesascope.language.model import LanguageModelConfig
 from mesascope.language.training import LanguageConfig
 from mesascope.models import Block, Delta, FeedForward, Linear, Mesa, Mixer, Normalize, Softmax
+from mesascope.store import unknown
 from mesascope.tasks.text import Text
 from mesascope.training import AdamW, TrainConfig, WarmupCosine
 
@@ -102,7 +103,7 @@ def language_preset(name: str, task: Callable[[int], Text], size: Size = "gpu") 
         task: text in windows of a given length: `Corpus(path).task`.
     """
     if name not in LANGUAGE_PRESETS:
-        raise ValueError(f"preset: there is none called {name!r}. There are: {', '.join(LANGUAGE_PRESETS)}.")
+        raise ValueError(unknown("preset", name, LANGUAGE_PRESETS))
     if size not in SIZES:
         raise ValueError(f"size: expected one of {', '.join(SIZES)}, got {size!r}.")
     of = SIZES[size]

@@ -16,7 +16,7 @@ from rich.console import Console
 from mesascope import experiments, mirror, store
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES, Lab
-from mesascope.experiments.reproduce import compute_piece, is_kept, piece_path
+from mesascope.experiments.reproduce import asked_for, compute_piece, is_kept, piece_path
 from mesascope.language.presets import LANGUAGE_PRESETS, language_preset
 from mesascope.language.training import LanguageConfig
 from mesascope.presets import PRESETS, Variant, preset
@@ -172,13 +172,13 @@ def folder_of(piece: Piece) -> mirror.Folder:
 def figure_pieces(
     names: Sequence[str], *, scale: str, out: Path, run_directory: str | Path, data: Path | None = None
 ) -> list[FigurePiece]:
-    """Every piece of these figures; if none are named, of all, but without text not of those that need it."""
+    """Every piece of these figures, or those named; if none are, of all, but without text not of those that need it."""
     text = None if data is None else str(data)
     return [
         FigurePiece(figure=name, piece=piece, scale=scale, out=str(out), runs=str(run_directory), data=text)
-        for name in names or experiments.names()
+        for name, named in asked_for(names).items()
         if names or data is not None or not experiments.experiment(name).needs_text
-        for piece in experiments.experiment(name).pieces
+        for piece in named or experiments.experiment(name).pieces
     ]
 
 
