@@ -18,6 +18,7 @@ def measured():
     return kernel_table(console, TINY, repeats=2, peer=False), console.export_text()
 
 
+@pytest.mark.slow
 def test_rows(measured):
     rows, printed = measured
     found = [(row["shape"], row["dtype"], row["pass"], row["method"]) for row in rows]
@@ -35,6 +36,7 @@ def test_rows(measured):
     assert "2×20×8→4" in printed
 
 
+@pytest.mark.slow
 def test_an_error_is_seen(measured, monkeypatch):
     """Of the outputs alone, and of the first tokens alone where there are many."""
     q, k, v, g = bench_kernels.inputs(TINY[0], "float32")

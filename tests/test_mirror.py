@@ -264,6 +264,7 @@ def test_a_store_that_is_out_of_reach(tmp_path, whole, elsewhere):
     assert contents(fit(CONFIG, runs=f"file://{tmp_path}/copy")) == contents(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_interrupted_while_the_last_files_are_sent(tmp_path, whole, elsewhere, monkeypatch):
     """Ctrl-C at every file of the last upload, or a store that fails there: the same command sends what is here."""
@@ -415,6 +416,7 @@ class StopAtFive(Stop):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_sweep_at_a_url(url, elsewhere):
     """The driver on one machine, workers on others: what is done, how far the rest is, and why something failed."""
     done, late = (TrainingRun(config=tiny(steps=n), runs=url, save_seconds=0.0) for n in (12, 13))

@@ -119,6 +119,7 @@ def test_no_hang_at_the_paper_size():
     assert run(code).stdout.strip() == "done"
 
 
+@pytest.mark.slow
 def test_benchmark_writes_what_it_prints(tmp_path):
     from rich.console import Console
 

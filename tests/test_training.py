@@ -193,6 +193,7 @@ def test_a_loss_that_is_not_finite_is_noticed_at_its_step():
     assert (np.asarray(trainer.advance(first.state, 3).failed) == 1).all()
 
 
+@pytest.mark.slow
 def test_batches_are_cut_over_the_cores_unless_a_step_calls_lapack(tmp_path):
     """A process whose CPU is divided: the same losses as undivided, but for rounding."""
     program = """

@@ -71,6 +71,7 @@ def test_a_linear_layer_costs_nothing():
     assert found.plot() is not None
 
 
+@pytest.mark.slow
 def test_rates_beyond_those_given_are_tried_where_the_best_is_at_the_end():
     """Far too small ones: every step up is a better one, as long as there are any."""
     planted = stack([gradient_descent(N, (0.1,)).model])

@@ -324,6 +324,7 @@ def test_lines_are_checked():
     assert len(draw([panel]).axes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_rate_is_halved_where_models_diverge(tmp_path, monkeypatch):
     fast = with_field(Lab(SMOKE).config("linear-1"), "train.steps=20", "train.optimizer.rate.peak=3e38")

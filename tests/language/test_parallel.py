@@ -34,6 +34,7 @@ def close(a, b):
     assert (a["sequences"], a["at"]) == (b["sequences"], b["at"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_one_device_is_one_device(corpus, tmp_path):
     for config, data in ((tiny(corpus.task(16)), corpus.path), (tiny(RECALL), None)):

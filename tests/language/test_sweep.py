@@ -30,6 +30,7 @@ at_once = 1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_language_models_are_pieces_too(corpus, tmp_path):
     path = tmp_path / "a.toml"

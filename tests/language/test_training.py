@@ -233,6 +233,7 @@ def test_scores():
     np.testing.assert_allclose(by_offset(jnp.asarray(attention), 3), [[0, 1, 0], [0.2, 0.2, 0.2]], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_program_for_all_rates_and_seeds():
     """Of a model; nothing is traced again for another rate, seed or number of steps."""
     config = tiny(RECALL, accumulate=2)
