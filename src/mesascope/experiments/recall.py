@@ -159,8 +159,8 @@ EXPERIMENTS = {
         shows="associative recall by kind of attention and size of its state",
         says=(
             "Not in the paper. A model reads pairs of tokens and is later asked for the second of each: how many it "
-            "can answer measures what its state holds. Least squares holds more in as many numbers than Hebb's rule "
-            "(linear attention), though half of them are about keys alone."
+            "can answer measures what its state holds. Whether least squares holds more than Hebb's rule (linear "
+            "attention) in as many numbers, half of which are about keys alone, and with keys as wide, is measured here."
         ),
         pieces={mixer: _piece(mixer) for mixer in MIXERS},
         panels=panels,
