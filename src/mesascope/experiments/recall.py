@@ -160,7 +160,7 @@ EXPERIMENTS = {
         says=(
             "Not in the paper. A model reads pairs of tokens and is later asked for the second of each: how many it "
             "can answer measures what its state holds. Whether least squares holds more than Hebb's rule (linear "
-            "attention) in as many numbers, half of which are about keys alone, and with keys as wide, is measured here."
+            "attention) in as many numbers, half of which are about keys alone, and with keys as wide, is measured."
         ),
         pieces={mixer: _piece(mixer) for mixer in MIXERS},
         panels=panels,
