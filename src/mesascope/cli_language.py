@@ -179,7 +179,10 @@ class Rates:
             sys.exit(75)
         for rate, loss in losses.items():
             console.print(f"{rate:g}: loss {loss:.4f} on what comes next in training", highlight=False)
-        console.print(f"best: mesascope lm train {self.preset} --rate {best(losses):g}", highlight=False)
+        command = (
+            f"mesascope lm train {self.preset} --rate {best(losses):g} --data {self.data} --size {self.size}"
+        )
+        console.print(f"best: {command} --runs {self.runs}", highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,6 +152,18 @@ class TrainConfig:
             )
 
 
+def check_name(name: str) -> None:
+    """Of an experiment.
+
+    Raises:
+        ValueError: no folder can be named after it.
+    """
+    if name and not is_plain_name(name):
+        raise ValueError(
+            f"name: expected letters, digits and any of .+-_, for it names a folder; got {name!r}."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment: where sequences come from, how they are shown, what reads them and how it is trained.
@@ -167,10 +179,7 @@ class Config:
     train: TrainConfig
 
     def __post_init__(self):
-        if self.name and not is_plain_name(self.name):
-            raise ValueError(
-                f"name: expected letters, digits and any of .+-_, for it names a folder; got {self.name!r}."
-            )
+        check_name(self.name)
         width, obs_dim = self.tokens.width(self.task.obs_dim), self.task.obs_dim
         if self.model.token_dim != width:
             raise ValueError(

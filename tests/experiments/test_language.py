@@ -27,6 +27,7 @@ from tests.experiments.planted import flips, planted, verdicts
 from tests.language.test_presets import gpt2
 
 SEEDS = np.array([-0.003, 0.0, 0.003])
+UNTESTED = "not testable at this preset"
 
 
 def model(name, loss, score, **others):
@@ -97,7 +98,7 @@ def test_an_interval_that_holds_zero_is_no_difference():
     one = {
         name: values[:1] if values.ndim and len(values) == 3 else values for name, values in LAYERS.items()
     }
-    assert set(verdicts("lm-two-layers", one).values()) == {"not testable at this preset"}
+    assert set(verdicts("lm-two-layers", one).values()) == {UNTESTED}
 
 
 def test_a_head_that_looks_at_its_own_token_copies_nothing():
@@ -153,7 +154,7 @@ def test_recall_claims():
     # Better on average, but only by one of two seeds.
     flips("recall", good, {"mesa_accuracy": np.array([[0.51, 0.51], [0.9, 0.9]])}, "recall-1", "recall-2")
     one = {name: values[:1] if values.ndim == 2 else values for name, values in good.items()}
-    assert verdicts("recall", one) == dict.fromkeys(("recall-1", "recall-2"), "not testable at this preset")
+    assert verdicts("recall", one) == dict.fromkeys(("recall-1", "recall-2"), UNTESTED)
     panels = experiment("recall").panels(planted("recall", good))
     for panel, mesa in zip(panels, ([32, 128], [4, 8]), strict=True):
         assert [line.label for line in panel.lines] == ["softmax", "linear", "delta", "mesa"]
@@ -161,25 +162,28 @@ def test_recall_claims():
 
 
 @pytest.mark.parametrize(
-    ("figure", "arrays", "names", "ids"),
+    ("figure", "arrays", "names", "ids", "verdict"),
     [
         (
             "lm-two-layers",
             LAYERS,
             ("mesa", "linear"),
             {"lm-1-two-layers", "lm-2-two-layers", "lm-2-smooth-two-layers"},
+            "holds",
         ),
-        ("lm-two-layers", LAYERS, ("mesa", "softmax"), {"lm-4"}),
-        ("lm-four-layers", LAYERS, ("delta",), set()),
-        ("lm-keyshift", KEYS, ("mesa-nu3", "softmax"), {"lm-6", "lm-6-smooth"}),
-        ("lm-keyshift", KEYS, ("mesa-nu0", "linear-nu0"), {"lm-1", "lm-2", "lm-2-smooth"}),
-        ("lm-attention", COPYING, ("two-mesa",), {"lm-7"}),
+        ("lm-two-layers", LAYERS, ("mesa", "softmax"), {"lm-4"}, "holds"),
+        ("lm-four-layers", LAYERS, ("delta",), set(), None),
+        ("lm-keyshift", KEYS, ("mesa-nu3", "softmax"), {"lm-6", "lm-6-smooth"}, "holds"),
+        ("lm-keyshift", KEYS, ("mesa-nu0", "linear-nu0"), {"lm-1", "lm-2", "lm-2-smooth"}, UNTESTED),
+        ("lm-keyshift", KEYS, ("mesa-nu0", "mesa-nu3"), {"lm-3"}, UNTESTED),
+        ("lm-attention", COPYING, ("two-mesa",), {"lm-7"}, UNTESTED),
     ],
 )
-def test_some_models_are_enough_to_draw_and_to_check_what_they_show(figure, arrays, names, ids):
+def test_some_models_are_enough_to_draw_and_to_check_what_they_show(figure, arrays, names, ids, verdict):
+    """But a claim about several waits for all of them."""
     some = {name: values for name, values in arrays.items() if name.rpartition("_")[0].startswith(names)}
     some = {name: values for name, values in some.items() if name.split("_")[0] in names}
-    assert set(verdicts(figure, some)) == ids
+    assert verdicts(figure, some) == dict.fromkeys(ids, verdict)
     panels = experiment(figure).panels(planted(figure, some))
     assert all(len(panel.lines) == len(names) for panel in panels)
     assert experiment(figure).in_parts
@@ -216,7 +220,11 @@ def test_claims_about_more_models_than_the_committed_ones():
         ]
         for arrays in (KEYS, some)
     )
-    assert differences(now, then)[0] == "lm-1: 8 numbers, committed are 2: it is about other models."
+    assert differences(now, then)[:2] == [
+        "lm-1: holds, committed is: not testable at this preset.",
+        "lm-1: 8 numbers, committed are 2: it is about other models.",
+    ]
+    assert then[0]["claim"].endswith("(not measured yet: ν = 1, ν = 2, ν = 3)")
     assert differences(now, now) == differences(then, then) == []
 
 

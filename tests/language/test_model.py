@@ -159,6 +159,9 @@ def test_wrong_configurations_are_named():
         (dict(dropout=1.0), "dropout: expected a part of 1"),
         (dict(resets_at=11), "resets_at: expected one of the 11 tokens"),
         (dict(blocks=()), "blocks: expected at least one"),
+        (dict(compute="float16"), "compute: expected 'float32' or 'bfloat16', got 'float16'"),
+        (dict(init_std=-0.1), "init_std: "),
+        (dict(width=0), "width: "),
     ):
         with pytest.raises(ValueError, match=message):
             small(Linear(), **wrong)

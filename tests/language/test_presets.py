@@ -25,13 +25,14 @@ def test_every_preset(size):
         assert from_dict(to_dict(config), LanguageConfig) == config
         digests.add(digest(config))
         assert config.name == f"{name}-{size}"
-    assert len(digests) == len(LANGUAGE_PRESETS) == 1 + 4 * len(NUS) + 2 * 5
+    assert len(digests) == len(LANGUAGE_PRESETS) == 1 + 5 * len(NUS) + 2 * 6
 
 
 def test_parameters_are_as_many_for_every_mixer():
     """A mesa-layer has one λ more per head, a delta layer a rate (w·x) and a forgetting factor (w·x + b) per head."""
     heads, width = 12, 756
     extra = {"linear": 0, "mesa": heads, "delta": width * heads, "mesa-forget": heads + (width + 1) * heads}
+    extra["mesa-cg"] = extra["mesa"]
     for layers in (2, 4):
         softmax = parameters(language_preset(f"lm-{layers}-softmax", gpt2, "paper"))
         for mixer, more in extra.items():

@@ -207,6 +207,8 @@ def test_the_corpus_is_meant_not_its_place(corpus, tmp_path):
         dataclasses.replace(config, task=RECALL)
     with pytest.raises(ValueError, match="accumulate: expected a divisor"):
         dataclasses.replace(config, accumulate=3)
+    with pytest.raises(ValueError, match=r"name: expected letters.*names a folder"):
+        dataclasses.replace(config, name="../elsewhere")
 
 
 @pytest.mark.slow

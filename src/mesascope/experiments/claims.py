@@ -70,6 +70,7 @@ class Claim:
         needs: "trained": says something about models at the end of their training, so that a shorter one cannot test
             it; "nothing": about algorithms and data.
         seeds: as many models of each kind it takes at least to test it.
+        missing: what it speaks of too and nobody has measured yet: so long it is not tested.
     """
 
     id: str
@@ -81,6 +82,7 @@ class Claim:
     authors: float | None = None
     needs: Literal["trained", "nothing"] = "trained"
     seeds: int = 1
+    missing: tuple[str, ...] = ()
 
     @property
     def expected(self) -> str:
@@ -89,7 +91,7 @@ class Claim:
     def verdict(self, *, trained: bool) -> Verdict:
         """With models trained to the end or not."""
         seeds = max(len(check.values) for check in self.checks)
-        if (self.needs == "trained" and not trained) or seeds < self.seeds:
+        if (self.needs == "trained" and not trained) or seeds < self.seeds or self.missing:
             return "not testable at this preset"
         met = np.all([np.broadcast_to(check.meets(check.values), (seeds,)) for check in self.checks], 0)
         mean = all(check.meets(check.mean) for check in self.checks)
@@ -102,7 +104,7 @@ class Claim:
             "id": self.id,
             "figure": self.figure,
             "panel": self.panel,
-            "claim": self.claim,
+            "claim": self.claim + (f" (not measured yet: {', '.join(self.missing)})" if self.missing else ""),
             "source": self.source,
             "expected": self.expected,
             "ours": _number(first.mean),

@@ -236,10 +236,10 @@ def _beats_linear(
         ("2-smooth", "final_in_context_smooth", "B", SMOOTH),
     ):
         what = "log perplexity" if number == "1" else text
+        there = [pair for pair in pairs if _there(result, *pair[:2])]
         checks = tuple(
             check
-            for mesa, linear, note in pairs
-            if _there(result, mesa, linear)
+            for mesa, linear, note in there
             for check in less(
                 f"{what} of mesa minus that of linear{note}",
                 result[f"{mesa}_{array}"],
@@ -250,6 +250,7 @@ def _beats_linear(
             yield claim(
                 id=f"lm-{number}{suffix}", panel=panel, checks=checks,
                 claim=f"{where}: mesa-layers have a lower {text} than linear attention",
+                missing=tuple(pair[2].removeprefix(", ") for pair in pairs if pair not in there),
             )  # fmt: skip
 
 
@@ -258,15 +259,16 @@ def key_shift_claims(result: Result) -> list[Claim]:
     claim = partial(Claim, figure="lm-keyshift", source=SOURCE, seeds=SEEDS)
     pairs = [(f"mesa-nu{nu}", f"linear-nu{nu}", f", ν = {nu}") for nu in NUS]
     found = list(_beats_linear(result, claim, "", "shifted keys", pairs))
+    compared = {mixer: _there(result, f"{mixer}-nu3", f"{mixer}-nu0") for mixer in ("mesa", "linear")}
     helped = tuple(
         Check(what=f"{mixer}: perplexity with ν = 3 over that without features",
               values=np.exp(result[f"{mixer}-nu3_final_loss"] - result[f"{mixer}-nu0_final_loss"]), at_most=1.0)
-        for mixer in ("mesa", "linear")
-        if _there(result, f"{mixer}-nu3", f"{mixer}-nu0")
+        for mixer, there in compared.items() if there
     )  # fmt: skip
     if helped:
         text = "features of higher order (DPFP) help linear attention and mesa-layers"
-        found.append(claim(id="lm-3", panel="A", claim=text, checks=helped))
+        missing = tuple(mixer for mixer, there in compared.items() if not there)
+        found.append(claim(id="lm-3", panel="A", claim=text, checks=helped, missing=missing))
     if _there(result, "mesa-nu3", "softmax"):
         for number, array, text in (
             ("6", "final_in_context", "in-context score"),
@@ -313,10 +315,11 @@ def layers_claims(result: Result, figure: str, depth: str) -> list[Claim]:
 
 def attention_claims(result: Result) -> list[Claim]:
     """lm-7, for all models."""
-    checks = []
+    checks, missing = [], []
     for depth in LAYERS:
         for mixer in COMPARED:
             if f"{depth}-{mixer}_offsets" not in result:
+                missing.append(f"{depth} layers, {mixer}")
                 continue
             mass = result[f"{depth}-{mixer}_offsets"][..., 1:].max((-1, -2))
             what = f"{depth} layers, {mixer}: largest part of a head's attention on one earlier token"
@@ -327,6 +330,7 @@ def attention_claims(result: Result) -> list[Claim]:
         Claim(
             id="lm-7", figure="lm-attention", panel="A, B, C", source=SOURCE, checks=tuple(checks), seeds=SEEDS,
             claim="the first softmax layer of all models has heads that copy the token at a fixed distance",
+            missing=tuple(missing),
         )
     ]  # fmt: skip
 

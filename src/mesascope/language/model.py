@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from mesascope.models import Block, DecodingState, Edit, ModelConfig, Transformer
 from mesascope.ops.gradients import with_closed_form
 from mesascope.parts import matmul, positions
+from mesascope.store import check_numbers
 
 ALIGNED = 128
 """Sizes of products in bfloat16 are filled up to multiples of this."""
@@ -54,6 +55,9 @@ class LanguageModelConfig:
     def __post_init__(self):
         if self.vocabulary < 2:
             raise ValueError(f"vocabulary: expected at least 2 tokens, got {self.vocabulary}.")
+        check_numbers(self, width=1, init_std=0, residual_init=0)
+        if self.compute not in ("float32", "bfloat16"):
+            raise ValueError(f"compute: expected 'float32' or 'bfloat16', got {self.compute!r}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a part of 1, less than 1, got {self.dropout}.")
         if self.resets_at is not None and not 0 <= self.resets_at < self.vocabulary:

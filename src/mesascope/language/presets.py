@@ -4,9 +4,9 @@
     config = language_preset("lm-2-mesa", corpus.task, size="gpu")
 
 *Attention only, one layer with shifted keys* (`lm-keyshift-…`), *two layers* (`lm-2-…`), and *four layers with MLPs*
-(`lm-4-…`). Of several layers the first is softmax attention; the others are `softmax`, `linear`, `mesa`, `delta`, or
-`mesa-forget`, a mesa-layer with forgetting factors. All but softmax have DPFP features (ν = 3 unless the name says
-otherwise), whose length is 1.
+(`lm-4-…`). Of several layers the first is softmax attention; the others are `softmax`, `linear`, `mesa`, `delta`,
+`mesa-forget`, a mesa-layer with forgetting factors, or `mesa-cg`, one solved approximately, by conjugate gradients. All
+but softmax have DPFP features (ν = 3 unless the name says otherwise), whose length is 1.
 
 Sizes: `paper` has the values of the paper's table. (Tokens of 756 entries meet 12 heads of 64 there: projections are
 756 × 768, since nothing here asks for heads that divide the width.) `gpu` is the same model on 100 million tokens,
@@ -32,6 +32,7 @@ MIXERS: dict[str, Mixer] = {
     "mesa": Mesa(),
     "delta": Delta(),
     "mesa-forget": Mesa(),
+    "mesa-cg": Mesa(method="cg"),
 }
 NUS = (0, 1, 2, 3)
 PAPER_TOKENS = 300_000_000_000

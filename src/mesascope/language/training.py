@@ -36,6 +36,7 @@ from mesascope.training import (
     TrainConfig,
     TrainState,
     WarmupCosine,
+    check_name,
     everywhere,
 )
 
@@ -73,6 +74,7 @@ class LanguageConfig:
     measured_on: Literal["validation", "train"] = "validation"
 
     def __post_init__(self):
+        check_name(self.name)
         if self.measured_on not in ("validation", "train"):
             raise ValueError(f"measured_on: expected 'validation' or 'train', got {self.measured_on!r}.")
         rate = self.train.optimizer.rate
@@ -348,14 +350,13 @@ class LanguageTrainer:
         task, size = self.config.task, self.config.train.eval_batch_size
         assert isinstance(task, Text)
         found = {}
-        for part in self.corpus.parts():
+        for part, tokens in self.corpus.parts().items():
+            if tokens < 2:  # nothing to predict
+                continue
             windows = self.corpus.in_order(size, task.length, part=part, rows=self._rows(size))
             if sequences is not None:
                 windows = (batch for _, batch in zip(range(-(-sequences // size)), windows, strict=False))
-            try:
-                found[part] = self.total(models, windows)
-            except ValueError:  # a part of one token
-                continue
+            found[part] = self.total(models, windows)
         return found
 
     def first_attention(
