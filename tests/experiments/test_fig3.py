@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesascope.analysis.circuits import Products
 from mesascope.experiments import experiment
-from mesascope.experiments.fig3 import one_layer, sheet, softmax_layers
+from mesascope.experiments.fig3 import _together, one_layer, sheet, softmax_layers
 from mesascope.experiments.lab import SCALES, Lab, Trained
 from mesascope.presets import preset
 from mesascope.theory.constructions import proposition_1
@@ -26,7 +27,7 @@ WEIGHTS = {
     "read_proposition_1": np.eye(30), "write_proposition_1": np.eye(30),
     **{f"{kind}_share_{name}": np.full(5, 0.95) for kind in ("read", "write") for name in ("proposition_1", "scalars")},
     "objective": np.eye(2)[::-1] * np.array([1.0, 0.01])[:, None, None] * np.ones((5, 1, 1, 1)),
-    "objective_share": np.full(5, 0.99),
+    "objective_share": np.full(5, 0.99), "together_share": np.full(5, 0.98),
 }  # fmt: skip
 LAYERS = {
     f"{name}_{kind}": value
@@ -48,6 +49,21 @@ def test_claims():
     flips("fig3", good, {"softmax-7_entry_std": 10 * SOFTMAX["softmax-7_entry_std"]}, "fig3a-1-single")
     flips("fig3", good, {"read_share_proposition_1": np.full(5, 0.85)}, "fig3b-1")
     flips("fig3", good, {"write_share_scalars": np.full(5, 0.85)}, "fig3b-1-scalars")
+    flips("fig3", good, {"together_share": np.full(5, 0.85)}, "fig3b-1-together")
+
+
+def test_what_heads_have_in_common_and_what_cancels_is_not_the_layer():
+    """Against the tensor itself, which is the same however its heads are mixed."""
+    rng = np.random.default_rng(0)
+    read, write = rng.standard_normal((2, 1, 1, 3, 8, 8))
+    tensor = np.einsum("hab,hcd->abcd", write[0, 0], read[0, 0])
+    mix = rng.standard_normal((3, 3))
+    mixed = np.einsum("hk,slkab->slhab", mix, read), np.einsum("hk,slkab->slhab", np.linalg.inv(mix).T, write)
+    # Multiples of the identity: written from slot 2 to slot 0, read by keys in slot 3 and queries in slot 2.
+    scalar = np.einsum("iikk->", tensor.reshape(4, 2, 4, 2, 4, 2, 4, 2)[0, :, 2, :, 3, :, 2, :]) / 4
+    for of in ((read, write), mixed):
+        share = _together(Products(*map(jnp.asarray, of)), 2)
+        np.testing.assert_allclose(share, [[4 * scalar**2 / np.sum(tensor**2)]], rtol=1e-4)
 
 
 def test_claims_of_the_supplements():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mesascope.experiments import experiment
+from mesascope.experiments.common import CONTROLS
 from tests.experiments.planted import flips, planted
 
 TIME = np.arange(1, 51)
@@ -22,7 +23,7 @@ def curves(layers):
     for n in layers:
         curve = 1.7 * np.exp(-TIME * n / 40) + 0.01
         of[f"softmax-{n}"] = np.outer(SPREAD, curve)
-        of |= {f"proposition_2_{n}_{pairs}": curve for pairs in ("newest", "dropped")}
+        of |= {f"proposition_2_{n}_{form}": curve for form in CONTROLS}
     return of
 
 
@@ -39,10 +40,11 @@ def late(curve, factor):
 def test_claims(n):
     claim = "fig6c-12" if n == 12 else "fig6c-1"
     flips("fig6", GOOD, {})
-    newest = GOOD[f"proposition_2_{n}_newest"]
-    flips("fig6", GOOD, {f"proposition_2_{n}_newest": 0.88 * newest}, claim)
-    flips("fig6", GOOD, {f"proposition_2_{n}_newest": late(newest, 0.7)}, claim)
-    flips("fig6", GOOD, {f"proposition_2_{n}_dropped": 0.88 * newest}, f"{claim}-as-run")
+    best = GOOD[f"proposition_2_{n}_best"]
+    flips("fig6", GOOD, {f"proposition_2_{n}_best": 0.88 * best}, claim)
+    flips("fig6", GOOD, {f"proposition_2_{n}_best": late(best, 0.7)}, claim)
+    flips("fig6", GOOD, {f"proposition_2_{n}_released": 0.88 * best}, f"{claim}-as-run")
+    flips("fig6", GOOD, {f"proposition_2_{n}_all_pairs": 0.88 * best}, f"{claim}-as-run-all-pairs")
 
 
 def test_claims_about_probes():
@@ -55,19 +57,19 @@ def test_claims_about_probes():
 @pytest.mark.parametrize(("figure", "prefix"), TASKS.items())
 def test_other_tasks(figure, prefix):
     good = PROBES | curves((7,))
-    newest = good["proposition_2_7_newest"]
+    best = good["proposition_2_7_best"]
     flips(figure, good, {})
     flips(figure, good, {"next": np.ones((5, 8, 50))}, f"{prefix}-1")
     flips(figure, good, {"preconditioned": np.ones((5, 8, 50))}, f"{prefix}-2")
-    flips(figure, good, {"proposition_2_7_newest": 0.88 * newest})
-    flips(figure, good, {"proposition_2_7_newest": 0.7 * newest}, f"{prefix}-3")
-    flips(figure, good, {"proposition_2_7_dropped": late(newest, 0.7)}, f"{prefix}-3-as-run")
+    flips(figure, good, {"proposition_2_7_best": 0.88 * best})
+    flips(figure, good, {"proposition_2_7_best": 0.7 * best}, f"{prefix}-3")
+    flips(figure, good, {"proposition_2_7_released": late(best, 0.7)}, f"{prefix}-3-as-run")
 
 
 def test_panels():
     panels = experiment("fig6").panels(planted("fig6", GOOD))
     assert [panel.letter for panel in panels] == ["A", "B", "C"]
-    assert [len(panel.lines) for panel in panels] == [9, 10, 9]
+    assert [len(panel.lines) for panel in panels] == [9, 10, 12]
     for figure in TASKS:
         *_, c = experiment(figure).panels(planted(figure, PROBES | curves((7,))))
-        assert [line.kind for line in c.lines] == ["softmax", "theory", "control"]
+        assert [line.kind for line in c.lines] == ["softmax", "theory", "control", "features"]

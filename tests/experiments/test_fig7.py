@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mesascope.experiments import experiment
+from mesascope.experiments.common import CONTROLS as FORMS
 from mesascope.experiments.panels import Curves
 from tests.experiments.planted import flips, planted
 
@@ -19,11 +20,7 @@ CONTROLS = {
 }  # fmt: skip
 GOOD = {
     **{name: np.outer(scale * np.linspace(0.999, 1.001, 5), CURVE) for name, scale in MODELS.items()},
-    **{
-        f"{name}_{pairs}": scale * CURVE
-        for name, scale in CONTROLS.items()
-        for pairs in ("newest", "dropped")
-    },
+    **{f"{name}_{form}": scale * CURVE for name, scale in CONTROLS.items() for form in FORMS},
 }
 
 
@@ -33,14 +30,15 @@ GOOD = {
         ("full_hybrid-mesa", 1.3, ("fig7a-1", "fig7a-2")),
         ("full_softmax-3", 0.5, ("fig7a-2",)),
         ("full_softmax-12", 1.2, ("fig7a-2",)),
-        ("full_proposition_2_newest", 0.8, ("fig7a-3",)),
-        ("full_proposition_2_dropped", 0.8, ("fig7a-3-as-run",)),
-        ("partial_raw_newest", 0.5, ("fig7b-1",)),
-        ("partial_stacked_newest", 0.7, ("fig7b-2",)),
-        ("partial_stacked_dropped", 1.2, ("fig7b-2-hybrid-as-run",)),
-        ("nonlinear_features_newest", 2.0, ("fig7c-1",)),
-        ("nonlinear_raw_dropped", 0.5, ("fig7c-1-as-run",)),
-        ("nonlinear_hybrid-mesa", 1.5, ("fig7c-1", "fig7c-1-as-run")),
+        ("full_proposition_2_best", 0.8, ("fig7a-3",)),
+        ("full_proposition_2_released", 0.8, ("fig7a-3-as-run",)),
+        ("full_proposition_2_all_pairs", 0.8, ("fig7a-3-as-run-all-pairs",)),
+        ("partial_raw_best", 0.5, ("fig7b-1",)),
+        ("partial_stacked_best", 0.7, ("fig7b-2",)),
+        ("partial_stacked_released", 1.2, ("fig7b-2-hybrid-as-run",)),
+        ("nonlinear_features_best", 2.0, ("fig7c-1",)),
+        ("nonlinear_raw_released", 0.5, ("fig7c-1-as-run",)),
+        ("nonlinear_hybrid-mesa", 1.5, ("fig7c-1", "fig7c-1-as-run", "fig7c-1-as-run-all-pairs")),
     ],
 )
 def test_claims(name, factor, ids):
@@ -61,5 +59,6 @@ def test_panels_show_the_control_with_and_without_the_newest_pair():
     for panel in experiment("fig7").panels(planted("fig7", GOOD)):
         assert isinstance(panel, Curves)
         labels = [line.label for line in panel.lines]
-        assert sum("newest pair dropped" in label for label in labels) == 1
+        assert sum("newest pair left out" in label for label in labels) == 1
+        assert sum("all pairs" in label for label in labels) == 1
         assert all(len(line.x) == 50 for line in panel.lines)

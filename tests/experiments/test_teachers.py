@@ -19,7 +19,7 @@ def arrays(scale: float, share: float, probed: np.ndarray) -> dict[str, np.ndarr
     for name in ("next", "preconditioned", "exact"):
         found |= {name: errors, f"{name}_untrained": np.ones((7, 50))}
     return found | {
-        "gd": CURVE, "proposition_2_newest": 0.3 * CURVE, "proposition_2_dropped": 0.31 * CURVE,
+        "gd": CURVE, "proposition_2": 0.3 * CURVE,
         "newton_schulz": 0.29 * CURVE, "share": np.full((5, 2), share),
         "read": np.ones((5, 2, 40, 40)), "write": np.ones((5, 2, 40, 40)),
     }  # fmt: skip
@@ -33,7 +33,7 @@ FIXED = arrays(0.1, 0.4, np.linspace(1.0, 0.9, 7))
     ("name", "factor", "ids"),
     [
         ("gd", 1.2, ("si-contracting-1",)),
-        ("proposition_2_newest", 1.3, ("si-contracting-2",)),
+        ("proposition_2", 1.3, ("si-contracting-2",)),
         ("newton_schulz", 1.3, ("si-contracting-2-as-run",)),
         ("mesa-1", 2.0, ("si-contracting-2b",)),
         ("share", 0.9, ("si-contracting-4",)),
@@ -53,7 +53,7 @@ def test_preconditioning_must_appear():
     [
         ({}, ()),
         ({"linear-1": 5 * FIXED["linear-1"]}, ("si-fixed-1",)),
-        ({"proposition_2_newest": 0.1 * CURVE * 0.3}, ("si-fixed-1b",)),
+        ({"proposition_2": 0.1 * CURVE * 0.3}, ("si-fixed-1b",)),
         ({"preconditioned": CONTRACTING["preconditioned"]}, ("si-fixed-2",)),
         ({"share": CONTRACTING["share"]}, ("si-fixed-3",)),
     ],

@@ -31,6 +31,7 @@ from mesascope.theory.solvers import (
     Context,
     MesaOptimizer,
     autoregressive,
+    loss,
     loss_by_time,
     tune,
 )
@@ -40,7 +41,22 @@ T = TypeVar("T", bound=eqx.Module)
 # The same sequences for all models and algorithms of a task, and others for what is tuned or fitted.
 EVALUATION, TUNING, PROBING = (2**31 - 3, 2**31 - 4, 2**31 - 5)
 LAM = 1000.0
-"""λ of all controls: the released code's ridge of 0.001."""
+"""λ of the released controls, whose ridge is 0.001."""
+LAM_STARTS = (LAM, 1.0)
+"""Where the tuning of λ begins; the better end is taken. Where keys are long and noisy, the first alone ends in a
+valley far above the other."""
+AUTHORS_COEFFICIENTS = {
+    "linear-6": (
+        (1.02577, 3.25084, 3.25837, 3.21229, 2.69441, 1.27272),
+        (0.0, 0.67878, 0.307481, 0.744707, 1.83604, 2.3438),
+    ),
+    "softmax-3": ((1.23158, 8.19961), (0.0, 4.94994)),
+    "softmax-7": (
+        (1.0292, 3.8551, 3.74691, 3.38279, 2.98815, 2.09344),
+        (0.0, 0.640213, 0.479813, 0.814354, 1.66803, 2.4196),
+    ),
+}
+"""α and β of the authors' control, by the model that they drew it beside; for fully observed linear systems."""
 
 Regressors = Literal["tokens", "five-tokens", "sixteen-tokens", "true-features"]
 REGRESSORS: dict[Regressors, Target | None] = {
@@ -126,19 +142,81 @@ def tuned_optimizer(
     )
 
 
-def proposition_2(lab: Lab, task: Dynamics, steps: int, *, on: Regressors = "tokens") -> dict[str, Named]:
-    """Losses of tuned Proposition 2 by time: "newest" with all pairs, "dropped" without the newest, as released."""
-    losses = {}
-    for name, newest in (("newest", True), ("dropped", False)):
-        algorithm = tuned_optimizer(lab, task, steps, newest_pair=newest, on=on)
-        losses[name] = algorithm_losses(lab, algorithm, contexts(task, newest_pair=newest, on=on))
-    return losses
+def best_optimizer(lab: Lab, task: Dynamics, steps: int, *, on: Regressors = "tokens") -> MesaOptimizer:
+    """Proposition 2 on all pairs with everything tuned: α and β, λ and η."""
+    tries = [tuned_optimizer(lab, task, steps, newest_pair=True, on=on, lam=lam) for lam in LAM_STARTS]
+    context = contexts(task, on=on)(jax.random.key(TUNING), min(lab.scale.sequences, 1024))
+    return min(tries, key=lambda algorithm: float(loss(algorithm, context)))
+
+
+class OnlySteps(eqx.Module):
+    """Proposition 2 (normalized), of which α and β are tuned and nothing else."""
+
+    alphas: Float[Array, " step"]
+    betas: Float[Array, " step"]
+    lam: float = eqx.field(static=True)
+
+    def __call__(self, context: Context) -> Float[Array, "*batch time value"]:
+        return MesaOptimizer(self.alphas, self.betas, self.lam, normalized=True)(context)
+
+
+def released_optimizer(
+    lab: Lab,
+    task: Dynamics,
+    steps: int,
+    *,
+    on: Regressors,
+    beside: str | None,
+    lam: float,
+    batch_size: int = 128,
+) -> OnlySteps:
+    """Proposition 2 as the authors have it, λ and η given: with their coefficients where they are known; else with
+    such as theirs, tuned on the task without the newest pair."""
+    if beside is not None:
+        alphas, betas = AUTHORS_COEFFICIENTS[beside]
+        return OnlySteps(jnp.asarray(alphas), jnp.asarray(betas), lam)
+    sample = contexts(task, newest_pair=False, on=on)
+    return tuned(
+        lab,
+        f"proposition-2_{store.digest(task)}_{on}_released_{lam:g}_{steps}",
+        OnlySteps(jnp.ones(steps), jnp.zeros(steps), lam),
+        lambda key: sample(key, batch_size),
+        rate=3e-2,
+    )
+
+
+def proposition_2(
+    lab: Lab,
+    task: Dynamics,
+    steps: int,
+    *,
+    on: Regressors = "tokens",
+    beside: str | None = None,
+    lam: float = LAM,
+) -> dict[str, Named]:
+    """Losses of Proposition 2 by time.
+
+    Args:
+        beside: a model of `AUTHORS_COEFFICIENTS`: with these, as released; else with such as theirs.
+        lam: λ as released.
+
+    Returns:
+        "best": on all pairs, with everything tuned; "released": as the authors have it, which leaves out the newest
+        pair; "all_pairs": the same algorithm with that pair.
+    """
+    theirs = released_optimizer(lab, task, steps, on=on, beside=beside, lam=lam)
+    every, dropped = (contexts(task, newest_pair=newest, on=on) for newest in (True, False))
+    return {
+        "best": algorithm_losses(lab, best_optimizer(lab, task, steps, on=on), every),
+        "released": algorithm_losses(lab, theirs, dropped),
+        "all_pairs": algorithm_losses(lab, theirs, every),
+    }
 
 
 def depth_probes(lab: Lab, trained: Trained, *, lam: float = LAM, on: Regressors = "tokens") -> Arrays:
     """Probes of the next token and of preconditioned inputs, by layer and time.
 
-    Inputs are preconditioned by six tuned steps of Proposition 2, as released; and by the exact inverse.
+    Inputs are preconditioned by six steps of Proposition 2, tuned on the task, and by the exact inverse.
 
     Returns:
         "next", "preconditioned", "exact": errors on sequences that the probes were not fitted to, by seed, layer and
@@ -226,7 +304,7 @@ def depth_claims(
         ),
     ]  # fmt: skip
     for name, suffix, by in (
-        ("preconditioned", "", "six tuned steps of Proposition 2, as released"),
+        ("preconditioned", "", "six tuned steps of Proposition 2"),
         ("exact", "-exact", "the exact inverse"),
     ):
         ratio = over_layer_0(result[name])
@@ -304,3 +382,58 @@ def worst_gap(
 def final(losses: Any) -> Float[np.ndarray, " seed"]:
     """Mean over time, by seed."""
     return np.asarray(losses).mean(-1)
+
+
+CONTROLS = {
+    "best": ("", ""),
+    "released": ("-as-run", " (control as released: without the newest pair)"),
+    "all_pairs": ("-as-run-all-pairs", " (control as released, with the newest pair)"),
+}
+"""What `proposition_2` returns: how the ids and the texts of claims about it end."""
+
+
+def described(
+    claim: Callable[..., Claim],
+    name: str,
+    panel: str,
+    text: str,
+    within: float,
+    model: Float[np.ndarray, "seed time"],
+    result: Result,
+    control: str,
+    **authors: float,
+) -> list[Claim]:
+    """A model's mean loss is that of Proposition 2, in each of its forms.
+
+    Args:
+        control: what the names of its arrays begin with.
+        authors: their number, by the form of the control.
+    """
+    return [
+        claim(
+            id=name + suffix, panel=panel, claim=text + note, authors=authors.get(form),
+            checks=(Check(what="|mean loss over that of Proposition 2 - 1|",
+                          values=relative_gap(model, result[f"{control}_{form}"]), at_most=within),),
+        )
+        for form, (suffix, note) in CONTROLS.items()
+    ]  # fmt: skip
+
+
+def proposition_2_lines(
+    result: Result, control: str, label: str, *, again: str = "", shade: float = 1.0
+) -> list[Line]:
+    """Its losses in each form.
+
+    Args:
+        again: what tells it from the others of a panel, for the second and third.
+    """
+    released = f"{again} as released".strip()
+    labels = {
+        "best": (label, "theory"),
+        "released": (f"{released} (newest pair left out)", "control"),
+        "all_pairs": (f"{released}, but all pairs", "features"),
+    }
+    return [
+        by_time(result, f"{control}_{form}", text, kind, shade=shade, dashed=True)
+        for form, (text, kind) in labels.items()
+    ]

@@ -133,6 +133,7 @@ def one_layer(lab: Lab) -> Arrays:
         shown = np.asarray(ours)[0, 0][:, rows][:, :, rows] * sign
         arrays[kind] = Named.of(shown.astype(np.float32), "head", "row", "column")
         arrays[f"{kind}_proposition_1"] = Named.of(np.asarray(theirs)[0, 0, 0], "row", "column")
+    arrays["together_share"] = Named.of(_together(of, width)[:, 0], "seed")
     for name, blocks in (("proposition_1", PROPOSITION_1), ("scalars", ONE_LAYER)):
         for kind, share in zip(("read", "write"), _shares(of, width, blocks), strict=True):
             arrays[f"{kind}_share_{name}"] = Named.of(share[:, 0], "seed")
@@ -196,6 +197,23 @@ def _shares(of: Products, width: int, blocks: Blocks | None) -> list[Float[np.nd
         (share * energy).sum(-1) / energy.sum(-1)
         for share, energy in zip((scalars.read_share, scalars.write_share), energies, strict=True)
     ]
+
+
+def _together(of: Products, width: int) -> Float[np.ndarray, "seed layer"]:
+    r"""Energy of the blocks of Proposition 1 in $\sum_h P^h W_V^h \otimes W_K^{h\top} W_Q^h$, over all of it.
+
+    This tensor is what a layer of linear attention computes. Heads are not: they may be mixed and what they have in
+    common may cancel, and the layer is the same. Its energy is
+    $\sum_{hk}\langle P^hW_V^h, P^kW_V^k\rangle\langle W_K^{h\top}W_Q^h, W_K^{k\top}W_Q^k\rangle$.
+    """
+    scalars = read_off(of, width=width, blocks=PROPOSITION_1)
+
+    def energy(read: np.ndarray, write: np.ndarray) -> np.ndarray:
+        grams = [np.einsum("slhab,slkab->slhk", a, a) for a in (read, write)]
+        return np.sum(grams[0] * grams[1], (-1, -2))
+
+    whole = energy(*(np.asarray(a, np.float64) for a in of))
+    return width**2 * energy(scalars.read, scalars.write) / whole
 
 
 def sheet(
@@ -265,6 +283,13 @@ def claims(result: Result) -> list[Claim]:
         Claim(
             id="fig3b-1", figure="fig3", panel="B", source="Fig. 3B",
             claim="the two blocks of Proposition 1 are nearly all of a trained layer", checks=energy("proposition_1"),
+        ),
+        Claim(
+            id="fig3b-1-together", figure="fig3", panel="B", source="Fig. 3B",
+            claim="the same of what the layer computes, for single heads are not determined by it: two of them may "
+                  "have more in common than the layer has",
+            checks=(Check(what="part of the energy of the sum over heads of P W_V ⊗ W_Kᵀ W_Q",
+                          values=result["together_share"], at_least=0.9),),
         ),
         Claim(
             id="fig3b-1-scalars", figure="fig3", panel="B", source="Fig. 3B",

@@ -51,14 +51,14 @@ def linearized(dim: int) -> Callable[[Lab], Arrays]:
 
 def _linearize(lab: Lab, trained: Trained) -> Linearization:
     block = trained.config.model.blocks[0]
-    sequences = lab.scale.sequences
+    sequences = lab.sequences_within_limits(trained.config)
     given = (trained.models, trained.sample, layer_sites(trained.models))
     same: Any = dict(
         heads=block.heads, batch_size=min(64, max(2, sequences // 8)), key=jax.random.key(EVALUATION)
     )
 
     def find() -> dict[str, Any]:
-        steps = max(10, lab.scale.distill_steps)
+        steps = max(10, lab.steps_within_limits(trained.config, lab.scale.distill_steps, same["batch_size"]))
         layers, rate, least = distil(*given, key_dim=block.key_dim, steps=steps, **same)
         return layers._asdict() | {"rate": rate, "least": least}
 

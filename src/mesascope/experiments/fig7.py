@@ -1,26 +1,27 @@
 """Three families of tasks: figure 7."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from jaxtyping import Float
 
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import Check, Claim
 from mesascope.experiments.common import (
+    CONTROLS,
     LAM,
     Regressors,
     algorithm_losses,
     by_time,
     contexts,
+    described,
     final,
     model_losses,
     proposition_2,
+    proposition_2_lines,
     relative_gap,
 )
 from mesascope.experiments.lab import Lab
-from mesascope.experiments.panels import Curves, Panel
+from mesascope.experiments.panels import Curves, Line, Panel
 from mesascope.experiments.results import Arrays, Result
 from mesascope.theory.solvers import Ridge
 
@@ -37,11 +38,11 @@ def full(lab: Lab) -> Arrays:
 
 
 def full_control(lab: Lab) -> Arrays:
-    """Proposition 2 and exact least squares for them, with the newest pair and, as released, without."""
+    """Proposition 2 for them, and exact least squares with the newest pair and, as released, without."""
     task = lab.config("softmax-7").task
-    found = proposition_2(lab, task, STEPS)
+    found = proposition_2(lab, task, STEPS, beside="softmax-7")
     arrays = {f"full_proposition_2_{name}": losses for name, losses in found.items()}
-    for name, newest in (("newest", True), ("dropped", False)):
+    for name, newest in (("all_pairs", True), ("released", False)):
         sample = contexts(task, newest_pair=newest)
         arrays[f"full_least_squares_{name}"] = algorithm_losses(lab, Ridge(LAM), sample)
     return arrays
@@ -76,42 +77,40 @@ def nonlinear_control(lab: Lab) -> Arrays:
     on: dict[str, Regressors] = {"raw": "tokens", "features": "true-features"}
     for name, regressors in on.items():
         found = proposition_2(lab, task, STEPS, on=regressors)
-        arrays |= {f"nonlinear_{name}_{newest}": losses for newest, losses in found.items()}
+        arrays |= {f"nonlinear_{name}_{form}": losses for form, losses in found.items()}
     return arrays
 
 
 def panels(result: Result) -> list[Panel]:
     """A to C."""
 
-    def curves(letter: str, title: str, *lines) -> Curves:
-        return Curves(letter=letter, title=title, xlabel="context length t", ylabel="loss", log_y=True,
-                      lines=tuple(by_time(result, *line, **style) for *line, style in lines))  # fmt: skip
+    def curves(letter: str, title: str, *lines: Line) -> Curves:
+        return Curves(
+            letter=letter, title=title, xlabel="context length t", ylabel="loss", log_y=True, lines=lines
+        )
 
-    dashed, late = {"dashed": True}, "newest pair dropped (as released)"
+    line = partial(by_time, result)
     return [
         curves(
             "A", "fully observed",
-            *((f"full_softmax-{n}", f"softmax-{n}", "softmax", {"shade": n / 12}) for n in (3, 7, 12)),
-            ("full_hybrid-mesa", "hybrid-mesa, 2 layers", "mesa", {}),
-            ("full_proposition_2_newest", "Proposition 2, seven steps", "theory", dashed),
-            ("full_proposition_2_dropped", f"the same, {late}", "control", dashed),
-            ("full_least_squares_newest", "least squares", "compressed", dashed),
+            *(line(f"full_softmax-{n}", f"softmax-{n}", "softmax", shade=n / 12) for n in (3, 7, 12)),
+            line("full_hybrid-mesa", "hybrid-mesa, 2 layers", "mesa"),
+            *proposition_2_lines(result, "full_proposition_2", "Proposition 2, seven steps"),
+            line("full_least_squares_all_pairs", "least squares", "compressed", dashed=True),
         ),
         curves(
             "B", "partially observed",
-            ("partial_softmax-7", "softmax-7", "softmax", {}),
-            ("partial_hybrid-mesa", "hybrid-mesa, 2 layers", "mesa", {}),
-            ("partial_raw_newest", "Proposition 2 on tokens", "theory", dashed),
-            ("partial_stacked_newest", "on 16 stacked tokens", "features", dashed),
-            ("partial_stacked_dropped", f"the same, {late}", "control", dashed),
+            line("partial_softmax-7", "softmax-7", "softmax"),
+            line("partial_hybrid-mesa", "hybrid-mesa, 2 layers", "mesa"),
+            line("partial_raw_best", "Proposition 2 on single tokens", "compressed", dashed=True),
+            *proposition_2_lines(result, "partial_stacked", "Proposition 2 on 16 stacked tokens"),
         ),
         curves(
             "C", "nonlinear",
-            ("nonlinear_softmax-7", "softmax-7", "softmax", {}),
-            ("nonlinear_hybrid-mesa", "hybrid-mesa, 2 layers", "mesa", {}),
-            ("nonlinear_raw_newest", "Proposition 2 on tokens", "theory", dashed),
-            ("nonlinear_features_newest", "on true features", "features", dashed),
-            ("nonlinear_features_dropped", f"the same, {late}", "control", dashed),
+            line("nonlinear_softmax-7", "softmax-7", "softmax"),
+            line("nonlinear_hybrid-mesa", "hybrid-mesa, 2 layers", "mesa"),
+            line("nonlinear_raw_best", "Proposition 2 on tokens", "compressed", dashed=True),
+            *proposition_2_lines(result, "nonlinear_features", "Proposition 2 on true features"),
         ),
     ]  # fmt: skip
 
@@ -147,15 +146,15 @@ def claims(result: Result) -> list[Claim]:
             ),
             authors=0.199382 / 0.19836 - 1,
         ),
-        *_described(
+        *described(
             claim, "fig7a-3", "A", "seven softmax layers are about seven steps of Proposition 2", 0.1,
-            full["softmax-7"], result["full_proposition_2_newest"], result["full_proposition_2_dropped"],
-            authors=(abs(0.230174 / 0.208214 - 1), abs(0.230174 / 0.231748 - 1)),
+            full["softmax-7"], result, "full_proposition_2",
+            released=abs(0.230174 / 0.231748 - 1), all_pairs=abs(0.230174 / 0.208214 - 1),
         ),
     ]  # fmt: skip
 
     softmax, hybrid = (result[f"partial_{name}"] for name in OTHERS)
-    raw = result["partial_raw_newest"]
+    raw = result["partial_raw_best"]
     found.append(
         claim(
             id="fig7b-1", panel="B",
@@ -170,20 +169,16 @@ def claims(result: Result) -> list[Claim]:
         )
     )  # fmt: skip
     for suffix, name, losses in (("", "softmax-7", softmax), ("-hybrid", "hybrid-mesa", hybrid)):
-        found += _described(
-            claim, f"fig7b-2{suffix}", "B", f"{name} is described by Proposition 2 on 16 stacked tokens", 0.3,
-            losses, result["partial_stacked_newest"], result["partial_stacked_dropped"],
-        )  # fmt: skip
+        text = f"{name} is described by Proposition 2 on 16 stacked tokens"
+        found += described(claim, f"fig7b-2{suffix}", "B", text, 0.3, losses, result, "partial_stacked")
 
     softmax, hybrid = (result[f"nonlinear_{name}"] for name in OTHERS)
-    described = (
-        "nonlinear: the hybrid is no worse than softmax-7, and Proposition 2 describes softmax-7 on true "
-    )
-    for suffix, pairs, note in (("", "newest", ""), ("-as-run", "dropped", " (controls as released)")):
-        raw, features = (result[f"nonlinear_{name}_{pairs}"] for name in ("raw", "features"))
+    text = "nonlinear: the hybrid is no worse than softmax-7, and Proposition 2 describes softmax-7 on true "
+    for form, (suffix, note) in CONTROLS.items():
+        raw, features = (result[f"nonlinear_{name}_{form}"] for name in ("raw", "features"))
         found.append(
             claim(
-                id=f"fig7c-1{suffix}", panel="C", claim=described + "features and not on tokens" + note,
+                id=f"fig7c-1{suffix}", panel="C", claim=text + "features and not on tokens" + note,
                 checks=(
                     Check(what="|mean loss of softmax-7 over that of Proposition 2 on features - 1|",
                           values=relative_gap(softmax, features), at_most=0.25),
@@ -195,31 +190,6 @@ def claims(result: Result) -> list[Claim]:
             )
         )  # fmt: skip
     return found
-
-
-def _described(
-    claim: Callable[..., Claim],
-    name: str,
-    panel: str,
-    text: str,
-    within: float,
-    model: Float[np.ndarray, "seed time"],
-    newest: Float[np.ndarray, " time"],
-    dropped: Float[np.ndarray, " time"],
-    authors: tuple[float | None, float | None] = (None, None),
-) -> list[Claim]:
-    """A model's mean loss is that of an algorithm: with all pairs, and against the control as released."""
-    what = "|mean loss over that of Proposition 2 - 1|"
-    return [
-        claim(
-            id=name + suffix, panel=panel, claim=text + note, authors=number,
-            checks=(Check(what=what, values=relative_gap(model, control), at_most=within),),
-        )
-        for suffix, note, control, number in (
-            ("", "", newest, authors[0]),
-            ("-as-run", " (control as released: newest pair dropped)", dropped, authors[1]),
-        )
-    ]  # fmt: skip
 
 
 EXPERIMENTS = {

@@ -88,8 +88,8 @@ def controls(lab: Lab) -> Arrays:
 
 
 def _sizes(lab: Lab) -> dict:
-    # 224 tokens are many for a processor: where everything is recomputed on one, a quarter of the sequences.
-    sequences = lab.scale.sequences // (4 if lab.scale.from_released else 1)
+    # 224 tokens are many for a processor: at the scales made for one, a quarter of the sequences.
+    sequences = lab.scale.sequences // (4 if lab.scale.name in ("released", "quick") else 1)
     return dict(sequences=sequences, batch_size=min(128, sequences), key=jax.random.key(EVALUATION))
 
 

@@ -49,8 +49,8 @@ class Scale:
     Attributes:
         seeds: models of each kind; None for the presets' five.
         steps: part of the presets' training steps.
-        gflop: of training models of one kind, at most; None for as many as it takes. Large models are trained for
-            fewer steps, so that those of one figure may not be comparable.
+        gflop: of training models of one kind, and again of distilling their layers, at most; None for as many as it
+            takes. Large models are trained for fewer steps, so that those of one figure may not be comparable.
         batch_size: of training at most; None for the presets'.
         sequences: for losses, attention maps and distances.
         probe_sequences: for probes, half of them to fit.
@@ -81,7 +81,7 @@ SCALES = {
         Scale(name="smoke", seeds=2, steps=0.0, batch_size=4, sequences=16, probe_sequences=512,
               tune_steps=2, prompt_steps=2, distill_steps=2, trained=False),
         Scale(name="quick", seeds=2, steps=0.1, gflop=1500, batch_size=16, sequences=1024, probe_sequences=2048,
-              tune_steps=300, prompt_steps=300, distill_steps=500, trained=False),
+              tune_steps=300, prompt_steps=200, distill_steps=500, trained=False),
         # As many sequences as for `paper`: one seed is put among those of that, and must fit.
         Scale(name="released", seeds=1, sequences=4096, probe_sequences=8192,
               tune_steps=600, prompt_steps=2000, distill_steps=2000, from_released=True),
@@ -237,6 +237,17 @@ class Lab:
             path = self._tuned_path(name)
         self._note(f"tuned/{name}")
         return store.read_named(path)
+
+    def steps_within_limits(self, config: Config, steps: int, batch_size: int) -> int:
+        """So many steps of something that costs what training does, or as many as the scale allows of that."""
+        if self.scale.gflop is None:
+            return steps
+        return min(steps, int(self.scale.gflop / _gflop_per_step(with_train(config, batch_size=batch_size))))
+
+    def sequences_within_limits(self, config: Config) -> int:
+        """The scale's; where it limits training, fewer of more than ten entries, which are longer too."""
+        fewer = 1.0 if self.scale.gflop is None else max(1.0, (config.task.obs_dim / 10) ** 2)
+        return max(16, int(self.scale.sequences / fewer))
 
     def about(self) -> dict[str, Any]:
         """What a result depends on: the scale, and all that has been asked for."""

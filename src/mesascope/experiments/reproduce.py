@@ -244,10 +244,11 @@ def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: str | P
         results.write(directory / "arrays" / outcome.experiment.id, outcome.result.arrays, about)
         draw_to(outcome, directory / "figures")
     path = directory / "claims.json"
-    there = {claim["id"]: claim for claim in read_claims(path)}
-    there |= {claim["id"]: claim for outcome in outcomes for claim in outcome.claims}
-    order = [*experiments.names(), *(claim["figure"] for claim in there.values())]
-    store.write_json(path, sorted(there.values(), key=lambda claim: order.index(claim["figure"])))
+    figures = {outcome.experiment.id for outcome in outcomes}
+    there = [claim for claim in read_claims(path) if claim["figure"] not in figures]
+    there += [claim for outcome in outcomes for claim in outcome.claims]
+    order = [*experiments.names(), *(claim["figure"] for claim in there)]
+    store.write_json(path, sorted(there, key=lambda claim: order.index(claim["figure"])))
 
 
 def _tuned_for(result: Result) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from mesascope.experiments.common import (
     LAM,
     TUNING,
     algorithm_losses,
+    best_optimizer,
     by_time,
     contexts,
     depth_claims,
@@ -22,7 +23,6 @@ from mesascope.experiments.common import (
     final,
     model_losses,
     over_layer_0,
-    proposition_2,
     relative_gap,
     worst_gap,
 )
@@ -54,10 +54,9 @@ def controls(family: str) -> Callable[[Lab], Arrays]:
             1e-5,
             1.0,
         )
-        found = proposition_2(lab, task, 6)
-        arrays = {f"proposition_2_{name}": values for name, values in found.items()}
         late = contexts(task, newest_pair=False)
-        return arrays | {
+        return {
+            "proposition_2": algorithm_losses(lab, best_optimizer(lab, task, 6), sample),
             "gd_rate": Named.of(np.asarray(rate)),
             "gd": algorithm_losses(lab, GradientStep(rate), sample),
             "newton_schulz": algorithm_losses(lab, NewtonSchulz(LAMS[family]), late),
@@ -110,8 +109,7 @@ def panels(result: Result) -> list[Panel]:
         lines=(
             *(by_time(result, f"linear-{n}", f"linear-{n}", "linear", shade=n / 6) for n in LAYERS),
             by_time(result, "mesa-1", "mesa-1", "mesa"),
-            by_time(result, "proposition_2_newest", "Proposition 2, six steps", "theory", dashed=True),
-            by_time(result, "proposition_2_dropped", "the same, newest pair dropped", "features", dashed=True),
+            by_time(result, "proposition_2", "Proposition 2, six steps", "theory", dashed=True),
             by_time(result, "newton_schulz", "six Newton–Schulz steps (as released)", "control", dashed=True),
         ),
     )  # fmt: skip
@@ -153,7 +151,7 @@ def contracting_claims(result: Result) -> list[Claim]:
             ),
         ),
         claim(id="si-contracting-2", panel="C", claim="six layers are about six steps of Proposition 2",
-              checks=(described("proposition_2_newest"),)),
+              checks=(described("proposition_2"),)),
         claim(id="si-contracting-2-as-run", panel="C", claim="the same against what is drawn in the released figure",
               checks=(described("newton_schulz"),)),
         claim(
@@ -190,7 +188,7 @@ def fixed_claims(result: Result) -> list[Claim]:
         claim(
             id="si-fixed-1b", panel="C", claim="deeper models are far better than least squares in context",
             checks=(Check(what="smallest loss of the others over that of six steps of Proposition 2",
-                          values=best / result["proposition_2_newest"].mean(), at_most=0.3),),
+                          values=best / result["proposition_2"].mean(), at_most=0.3),),
         ),
         claim(
             id="si-fixed-2", panel="B", claim="preconditioned inputs do not appear",
