@@ -64,6 +64,20 @@ def test_panels():
     assert len(experiment("si-noise").panels(planted("si-noise", NOISE))) == len(fig5.NOISES)
 
 
+def test_what_there_is_can_be_published():
+    """Panel A of the dimensions that there are; its claims speak of all."""
+    some = {name: FIG5[name] for name in ("ratio_4", "ratio_6", *SCALING)}
+    replaced, scaling = experiment("fig5").panels(planted("fig5", some))
+    assert isinstance(replaced, Curves)
+    assert isinstance(scaling, Curves)
+    assert [list(line.x) for line in replaced.lines] == [[4, 6]] * 7
+    of_b = ["fig5b-1", "fig5b-1-as-run", "fig5b-2", "fig5b-2-as-run"]
+    assert [claim.id for claim in experiment("fig5").claims(planted("fig5", some))] == of_b
+    only = {"ratio_4": FIG5["ratio_4"]}
+    assert [panel.letter for panel in experiment("fig5").panels(planted("fig5", only))] == ["A"]
+    assert experiment("fig5").claims(planted("fig5", only)) == []
+
+
 def test_distilled_weights():
     good = {"cosine": np.full((SEEDS, 2, 2), 0.95), "cosine_reached": np.full((SEEDS, 2, 2), 0.95)}
     flips("si-distilled", good, {})
