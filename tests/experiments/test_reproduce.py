@@ -171,7 +171,7 @@ def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, conso
     with pytest.raises(StoreError, match="nor the arrays of the piece 'second'"):
         machinery.reproduce(["own"], scale=scale, out=tmp_path, console=console)
     assert machinery.reproduce(scale=scale, out=tmp_path, console=console) == []
-    assert "left out: own: the repository has neither the weights of nothing" in console.export_text()
+    assert "left out, for the repository has no results of them: own." in console.export_text()
     outcomes = machinery.reproduce(scale=SMOKE, out=tmp_path, console=console)
     machinery.publish(outcomes, tmp_path / "results", tmp_path / "runs")
     (outcome,) = machinery.reproduce(scale=scale, out=tmp_path, console=console)

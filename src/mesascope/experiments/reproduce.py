@@ -78,23 +78,27 @@ def reproduce(
     lab = Lab(scale, runs=run_directory, data=data, deadline=deadline, console=console)
     folder = out / scale.name
     outcomes = []
-    for name, pieces in asked_for(names).items():
+    asked = asked_for(names)
+    left_out = [name for name in asked if scale.from_released and not names and not _stored(name)[0]]
+    for name, pieces in asked.items():
+        if name in left_out:
+            continue
         experiment = experiments.experiment(name)
         began = time.monotonic()
         console.print(f"[bold]{name}[/] {escape(experiment.shows)}", highlight=False)
-        try:
-            result = compute(experiment, lab, folder, pieces, fresh=fresh)
-        except NothingStoredError as missing:
-            if names:
-                raise
-            console.print(f"  left out: {escape(str(missing))}", style="dim", highlight=False)
-            continue
+        result = compute(experiment, lab, folder, pieces, fresh=fresh)
         outcomes.append(_outcome(experiment, result, scale))
         draw_to(outcomes[-1], folder / "figures")
         console.print(f"  {time.monotonic() - began:.0f} s", style="dim", highlight=False)
     found = [claim for outcome in outcomes for claim in outcome.claims]
     store.write_json(folder / "claims.json", found)
     print_claims(found, console)
+    if left_out:
+        console.print(
+            f"left out, for the repository has no results of them: {', '.join(left_out)}. "
+            "`--preset quick` or `--preset paper` computes them.",
+            style="dim", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     return outcomes
 
 
