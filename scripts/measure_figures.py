@@ -2,9 +2,11 @@
 
 python scripts/measure_figures.py --preset released     # every figure that this preset has, then all at once
 python scripts/measure_figures.py fig4 fig6 --preset quick
+python scripts/measure_figures.py lm-two-layers --preset quick --data corpora/NAME --keep measured
 """
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -19,10 +21,16 @@ DONE = (0, 1)
 """Exit status: claims as committed, or not."""
 
 
-def minutes(figures: list[str], preset: str) -> float | None:
+def minutes(figures: list[str], preset: str, data: str | None, keep: Path | None) -> float | None:
     """From a fresh start; None if they cannot be computed."""
-    with tempfile.TemporaryDirectory() as folder:
+    kept = None if keep is None else keep / (figures[0] if figures else "all")
+    if kept is not None and kept.exists():
+        raise SystemExit(
+            f"{kept} is there already: what takes how long from a fresh start cannot be measured in it."
+        )
+    with tempfile.TemporaryDirectory() if kept is None else contextlib.nullcontext(kept) as folder:
         command = [sys.executable, "-m", "mesascope.cli", "reproduce", *figures, "--preset", preset]
+        command += [] if data is None else ["--data", data]
         began = time.monotonic()
         done = subprocess.run(
             [*command, "--out", f"{folder}/report", "--runs", f"{folder}/runs"],
@@ -43,10 +51,12 @@ def main() -> None:
     )
     parser.add_argument("figures", nargs="*")
     parser.add_argument("--preset", default="released", choices=["smoke", "released", "quick"])
+    parser.add_argument("--data", help="a prepared corpus, for language models")
+    parser.add_argument("--keep", type=Path, help="folder for what is made: FIGURE/report and FIGURE/runs")
     given = parser.parse_args()
     known = read_json(PATH) if PATH.exists() else {}
     for name in given.figures or [*experiments.names(), "all"]:
-        took = minutes([] if name == "all" else [name], given.preset)
+        took = minutes([] if name == "all" else [name], given.preset, given.data, given.keep)
         if took is not None:
             known.setdefault(name, {})[given.preset] = round(took, 1)
             write_json(PATH, known)

@@ -76,3 +76,17 @@ def test_steps_and_seeds_are_not_mixed_up():
         expected = np.zeros((2, 3, 50))
         expected[..., position - 1] = np.outer(norms, [1, 2, 5])
         assert at == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_claims_wait_for_the_models_of_their_task():
+    of_full = {
+        name: values for name, values in GOOD.items() if "partial" not in name and "nonlinear" not in name
+    }
+    result = planted("si-sensitivity", of_full)
+    figure = experiment("si-sensitivity")
+    assert [claim.id for claim in figure.claims(result)] == [
+        "si-sens-1",
+        "si-sens-1-rise",
+        "si-sens-fullmesa",
+    ]
+    assert [panel.letter for panel in figure.panels(result)] == list("ABC")

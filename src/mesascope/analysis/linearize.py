@@ -19,12 +19,14 @@ bound it is a check: a lower bound of what these queries and keys allow.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from mesascope.analysis.results import (
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Sample = Callable[[PRNGKeyArray, int], Examples]
+EXACT = Precision.HIGHEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +118,12 @@ class Recorded(NamedTuple):
     outputs: Float[Array, "*lead time model"]
 
 
-def attend(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, "*lead time model"]:
+def attend(
+    layer: LinearLayer, heads: int, recorded: Recorded, *, precision: Precision = EXACT
+) -> Float[Array, "*lead time model"]:
     """What the layer makes of these inputs."""
-    mixed = _head_outputs(layer.queries, layer.keys, layer.values, heads, recorded)
-    return _matmul(mixed, layer.output)
+    mixed = _head_outputs(layer.queries, layer.keys, layer.values, heads, recorded, precision)
+    return jnp.matmul(mixed, layer.output, precision=precision)
 
 
 def best_write(
@@ -392,24 +397,24 @@ def _recorder(models: PyTree, sites: Sequence[Site], trace: Trace) -> Callable[[
 
 
 def _head_outputs(
-    queries: Array, keys: Array, values: Array, heads: int, recorded: Recorded
+    queries: Array, keys: Array, values: Array, heads: int, recorded: Recorded, precision: Precision = EXACT
 ) -> Float[Array, "*lead time heads*value"]:
+    matmul = partial(jnp.matmul, precision=precision)
+
     def split(a: Array) -> Array:
         return jnp.swapaxes(a.reshape(*a.shape[:-1], heads, -1), -2, -3)
 
-    q, k = (split(_matmul(recorded.key_inputs, w)) for w in (queries, keys))
-    out = linear_attention(q, k, split(_matmul(recorded.inputs, values)))
+    q, k = (split(matmul(recorded.key_inputs, w)) for w in (queries, keys))
+    out = linear_attention(q, k, split(matmul(recorded.inputs, values)))
     assert not isinstance(out, tuple)
     out = jnp.swapaxes(out, -2, -3)
     return out.reshape(*out.shape[:-2], -1)
 
 
-def _matmul(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
 def _squares(layer: LinearLayer, heads: int, recorded: Recorded) -> Float[Array, ""]:
-    return jnp.mean(half_squared_errors(attend(layer, heads, recorded), recorded.outputs))
+    """What is descended. On a GPU projections are single TF32 products, as where models are trained."""
+    made = attend(layer, heads, recorded, precision=Precision.DEFAULT)
+    return jnp.mean(half_squared_errors(made, recorded.outputs))
 
 
 def _best_rates(

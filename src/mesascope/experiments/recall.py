@@ -116,7 +116,8 @@ def panels(result: Result) -> list[Panel]:
         Curves(letter="A", title="recall by size of the state", xlabel="numbers in the state",
                ylabel="queries answered", lines=by("state"), log_x=True),
         Curves(letter="B", title="by width of keys, parameters being equal", xlabel="width of keys and values",
-               ylabel="queries answered", lines=by("width"), log_x=True),
+               ylabel="queries answered", lines=by("width"), log_x=True,
+               x_ticks={float(width): f"{width:.0f}" for width in result["mesa_width"]}),
     ]  # fmt: skip
 
 

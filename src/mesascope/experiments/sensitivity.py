@@ -59,7 +59,7 @@ def over_older(
 
 
 def panels(result: Result) -> list[Panel]:
-    """A panel for each model, a line for each moment of training, at position 25; and all at the end."""
+    """A panel for each model that there is, a line for each moment of training, at position 25."""
     found: list[Panel] = []
     letters = iter("ABCDEFGH")
     position = 25
@@ -67,7 +67,9 @@ def panels(result: Result) -> list[Panel]:
     ticks = {-float(lag): f"t-{lag}" if lag else "t" for lag in lags if lag % 2 == 0}
     for task, (prefix, kinds, _, _) in TASKS.items():
         for kind in kinds:
-            name = f"{prefix}-{kind}"
+            name, letter = f"{prefix}-{kind}", next(letters)
+            if name not in result:
+                continue
             values = result[name][:, :, POSITIONS.index(position)]
             steps = result[f"{name}_steps"]
             lines = [
@@ -76,14 +78,14 @@ def panels(result: Result) -> list[Panel]:
                 for i, step in enumerate(steps)
             ]  # fmt: skip
             found.append(
-                Curves(letter=next(letters), title=f"{kind}, {task} task, at t = {position}", xlabel="token",
+                Curves(letter=letter, title=f"{kind}, {task} task, at t = {position}", xlabel="token",
                        ylabel="sensitivity", lines=tuple(lines), x_ticks=ticks)
             )  # fmt: skip
     return found
 
 
 def claims(result: Result) -> list[Claim]:
-    """The SI's; "full-mesa" has no softmax, and is not among the models that they are about."""
+    """The SI's, of tasks whose models are all there. "full-mesa" has no softmax, and only the last is about it."""
     statements = {
         "full": "layer 1 comes to depend on t and t-1",
         "partial": "layer 1 comes to depend on several past tokens when observation is partial",
@@ -92,6 +94,8 @@ def claims(result: Result) -> list[Claim]:
     found = []
     for i, (task, (prefix, kinds, lag, factor)) in enumerate(TASKS.items(), start=1):
         names = {kind: f"{prefix}-{kind}" for kind in kinds if kind != "full-mesa"}
+        if not all(name in result for name in names.values()):
+            continue
         at_end = {kind: over_older(result, name, lag) for kind, name in names.items()}
         shown = {"full": "A", "partial": "D", "nonlinear": "F"}[task]
         about = partial(Claim, figure="si-sensitivity", panel=shown, source="SI, sensitivity")
@@ -113,15 +117,18 @@ def claims(result: Result) -> list[Claim]:
                 ),
             ),
         ]  # fmt: skip
-    softmax = over_older(result, "sensitivity-softmax-7", 1)
-    full_mesa = over_older(result, "sensitivity-full-mesa", 1)
-    found.append(
-        Claim(
-            id="si-sens-fullmesa", figure="si-sensitivity", panel="C", source="SI, sensitivity",
-            claim="a model without softmax depends less clearly on t-1",
-            checks=(Check(what="ratio of softmax-7 over that of full-mesa", values=softmax / full_mesa, at_least=2.0),),
+    if "sensitivity-softmax-7" in result and "sensitivity-full-mesa" in result:
+        softmax, full_mesa = (
+            over_older(result, f"sensitivity-{kind}", 1) for kind in ("softmax-7", "full-mesa")
         )
-    )  # fmt: skip
+        found.append(
+            Claim(
+                id="si-sens-fullmesa", figure="si-sensitivity", panel="C", source="SI, sensitivity",
+                claim="a model without softmax depends less clearly on t-1",
+                checks=(Check(what="ratio of softmax-7 over that of full-mesa", values=softmax / full_mesa,
+                              at_least=2.0),),
+            )
+        )  # fmt: skip
     return found
 
 
@@ -141,5 +148,6 @@ EXPERIMENTS = {
         },
         panels=panels,
         claims=claims,
+        in_parts=True,
     )
 }
