@@ -182,50 +182,60 @@ def width_name(kind: str, width: int) -> str:
 
 
 def token_panels(result: Result) -> list[Panel]:
-    """A: all models; B and C: by embedding."""
+    """A: all models; B and C: by embedding. Of models that there are."""
     colors = {**KINDS, "full-mesa": "linear"}
-    lines = [by_lag(result, f"binding-{kind}", kind, color) for kind, color in colors.items()]
+    there = {kind: color for kind, color in colors.items() if f"binding-{kind}" in result}
+    lines = [by_lag(result, f"binding-{kind}", kind, color) for kind, color in there.items()]
     lines += [
         by_lag(result, f"binding-{kind}_untrained", f"{kind}, untrained", color, dashed=True, shade=0.3)
-        for kind, color in colors.items()
+        for kind, color in there.items()
     ]
-    found: list[Panel] = [lags_panel("A", "past tokens read after layer 1, full observation", lines)]
+    found: list[Panel] = []
+    if lines:
+        found.append(lags_panel("A", "past tokens read after layer 1, full observation", lines))
     for letter, (kind, color) in zip("BC", KINDS.items(), strict=True):
-        found.append(
-            lags_panel(letter, f"{kind}, partial observation, by embedding", [
-                by_lag(result, width_name(kind, width), f"{width} wide", color, shade=i / (len(WIDTHS) - 1))
-                for i, width in enumerate(WIDTHS)
-            ])
-        )  # fmt: skip
+        lines = [
+            by_lag(result, width_name(kind, width), f"{width} wide", color, shade=i / (len(WIDTHS) - 1))
+            for i, width in enumerate(WIDTHS)
+            if width_name(kind, width) in result
+        ]
+        if len(lines) > 1:
+            found.append(lags_panel(letter, f"{kind}, partial observation, by embedding", lines))
     return found
 
 
 def token_claims(result: Result) -> list[Claim]:
-    """The SI's."""
+    """The SI's, of which each waits for all its models."""
 
     def smallest_gain(kind: str) -> Float[np.ndarray, " seed"]:
         counts = [np.sum(result[width_name(kind, width)] < 0.2, -1) for width in WIDTHS]
         return np.diff(np.stack(counts, 1), axis=1).min(1).astype(float)
 
-    softmax, full_mesa = result["binding-softmax-7"], result["binding-full-mesa"]
-    return [
-        Claim(
-            id="si-fullmesa-1", figure="si-tokens", panel="A", source="SI, token probing, full observation",
-            claim="a model without softmax binds more weakly",
-            checks=(Check(what="error of full-mesa at t-1 over that of softmax-7",
-                          values=full_mesa[:, 1] / softmax[:, 1], at_least=3.0),),
-            authors=FULL_MESA_AT_1 / SOFTMAX_AT_1,
-        ),
-        Claim(
-            id="si-embed-1", figure="si-tokens", panel="B", source="SI, token probing, partial observation",
-            claim="wider embeddings copy more tokens",
-            checks=tuple(
-                Check(what=f"{kind}: smallest gain of tokens with an error below 0.2 from one width to the next",
-                      values=smallest_gain(kind), at_least=0.0)
-                for kind in KINDS
-            ),
-        ),
-    ]  # fmt: skip
+    found = []
+    if "binding-softmax-7" in result and "binding-full-mesa" in result:
+        softmax, full_mesa = result["binding-softmax-7"], result["binding-full-mesa"]
+        found.append(
+            Claim(
+                id="si-fullmesa-1", figure="si-tokens", panel="A", source="SI, token probing, full observation",
+                claim="a model without softmax binds more weakly",
+                checks=(Check(what="error of full-mesa at t-1 over that of softmax-7",
+                              values=full_mesa[:, 1] / softmax[:, 1], at_least=3.0),),
+                authors=FULL_MESA_AT_1 / SOFTMAX_AT_1,
+            )
+        )  # fmt: skip
+    if all(width_name(kind, width) in result for kind in KINDS for width in WIDTHS):
+        found.append(
+            Claim(
+                id="si-embed-1", figure="si-tokens", panel="B", source="SI, token probing, partial observation",
+                claim="wider embeddings copy more tokens",
+                checks=tuple(
+                    Check(what=f"{kind}: smallest gain of tokens with an error below 0.2 from one width to the next",
+                          values=smallest_gain(kind), at_least=0.0)
+                    for kind in KINDS
+                ),
+            )
+        )  # fmt: skip
+    return found
 
 
 EXPERIMENTS = {
@@ -267,5 +277,6 @@ EXPERIMENTS = {
         },
         panels=token_panels,
         claims=token_claims,
+        in_parts=True,
     ),
 }
