@@ -32,7 +32,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mesascope.bench import sequences
-from mesascope.ops import kernels, pallas, pallas_prefix, pallas_states
+from mesascope.ops import kernels, pallas, pallas_states
 from mesascope.ops.sequence import Sequence
 
 KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
@@ -150,7 +150,6 @@ def main() -> None:
     parser.add_argument("--six", action="store_true", help="products as six of bfloat16, not three of TF32")
     parser.add_argument("--beta", action="store_true", help="pairs have weights")
     parser.add_argument("--bfloat16", action="store_true", help="inputs and outputs in bfloat16")
-    parser.add_argument("--apart", action="store_true", help="chunks by several small kernels, not one large")
     given = parser.parse_args()
     if given.what == "time" and jax.default_backend() != "gpu":
         sys.exit(f"time: expected a GPU, but jax runs on {jax.default_backend()}.")
@@ -159,7 +158,7 @@ def main() -> None:
             environment = os.environ | in_place_of_a_toolkit(Path(folder))
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
     warnings.simplefilter("ignore")  # jax 0.11 calls the compiler of the kernels deprecated
-    kernels.interpreted, kernels.SIX, pallas_prefix.TOGETHER = lambda: False, given.six, not given.apart
+    kernels.interpreted, kernels.SIX = lambda: False, given.six
     dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
     kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape

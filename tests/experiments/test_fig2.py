@@ -77,6 +77,18 @@ def test_claims_about_tokens():
     flips("si-tokens", TOKENS, {"partial-hybrid-mesa": fewer}, "si-embed-1")
 
 
+def test_claims_about_tokens_wait_for_all_their_models():
+    figure = experiment("si-tokens")
+    full = {name: values for name, values in TOKENS.items() if name.startswith("binding-")}
+    assert [claim.id for claim in figure.claims(planted("si-tokens", full))] == ["si-fullmesa-1"]
+    assert [panel.letter for panel in figure.panels(planted("si-tokens", full))] == ["A"]
+    narrow = {name: TOKENS[name] for name in TOKENS if name.startswith("partial-") and name[-2:] != "80"}
+    narrow.pop(width_name("softmax-7", 30))
+    result = planted("si-tokens", narrow)
+    assert figure.claims(result) == []
+    assert [len(panel.lines) for panel in figure.panels(result)] == [len(WIDTHS) - 1, len(WIDTHS)]
+
+
 def test_panels():
     a, *b = experiment("fig2").panels(planted("fig2", GOOD))
     assert [len(panel.lines) for panel in (a, *b)] == [5, 8, 3]

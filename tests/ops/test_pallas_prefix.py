@@ -149,7 +149,7 @@ def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
     """No operation in them is unknown to the compiler of kernels, for which there need not be a GPU."""
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(kernels, "SIX", six)
-    assert len(lowered(width)) == 9
+    assert len(lowered(width)) == 12
 
 
 def lowered(width):

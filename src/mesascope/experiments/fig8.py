@@ -1,7 +1,7 @@
 """Few-shot regression by models trained to predict sequences: figure 8, and the same for the hybrid model."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def prompted(name: str) -> Callable[[Lab], Arrays]:
             "eos_vector": Named.of(eos, "seed", "entry"),
             "prefix_vectors": Named.of(prefix, "seed", "number", "entry"),
         }
-        run = partial(regression_curve, trained.models, **_sizes(lab))
+        run = partial(regression_curve, trained.models, **_sizes(_few(lab)))
         for prompt, task in tasks().items():
             curve = run(task, vectors=vectors[prompt])
             arrays[prompt] = Named.of(_by_pair(curve), "seed", "pair")
@@ -74,22 +74,32 @@ def prompted(name: str) -> Callable[[Lab], Arrays]:
 
 def controls(lab: Lab) -> Arrays:
     """Least squares: on all pairs of tokens, by six steps of Newton's iteration as released, on true pairs only."""
+    # What they show depends on no model, and on the number of sequences: that of `paper`, also from released weights.
+    return dict(_controls(_few(lab) if lab.scale.name == "quick" else lab.scale.sequences))
+
+
+@cache
+def _controls(sequences: int) -> Arrays:
+    """The same for both figures."""
     arrays: Arrays = {}
     for name, run in {
         "least_squares": partial(control_curve, Ridge(LAM)),
         "newton_schulz": partial(control_curve, NewtonSchulz(LAM), newest_pair=False),
         "true_pairs": partial(control_curve, Ridge(LAM), true_pairs_only=True),
     }.items():
-        one, two = (run(task["base"], **_sizes(lab)) for task in (tasks(), tasks(switch=SWITCH)))
+        one, two = (run(task["base"], **_sizes(sequences)) for task in (tasks(), tasks(switch=SWITCH)))
         arrays[name] = Named.of(_by_pair(one)[0], "pair")
         arrays[f"{name}_rise"] = Named.of(_rise(one)[0], "end")
         arrays[f"two_{name}"] = Named.of(_by_pair(two)[0], "pair")
     return arrays
 
 
-def _sizes(lab: Lab) -> dict:
-    # 224 tokens are many for a processor: at the scales made for one, a quarter of the sequences.
-    sequences = lab.scale.sequences // (4 if lab.scale.name in ("released", "quick") else 1)
+def _few(lab: Lab) -> int:
+    """224 tokens are many for a processor: at the scales made for one, a quarter of the sequences."""
+    return lab.scale.sequences // (4 if lab.scale.name in ("released", "quick") else 1)
+
+
+def _sizes(sequences: int) -> dict:
     return dict(sequences=sequences, batch_size=min(128, sequences), key=jax.random.key(EVALUATION))
 
 

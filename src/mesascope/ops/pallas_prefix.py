@@ -52,11 +52,6 @@ def _end(ref: Any, columns: Array) -> tuple[int, int] | None:
     return None if ref.shape[0] % CHUNK == ref.shape[1] % len(columns) == 0 else ref.shape
 
 
-# Whether what a chunk does by itself is one kernel forward and one backward: what a product leaves is then read while
-# it is still near. Apart, a thread holds less, and more of them fit.
-TOGETHER = True
-
-
 class _Chunk(NamedTuple):
     """One chunk's matrices, piece by piece."""
 
@@ -252,23 +247,6 @@ def _pull(shape: Shape, refs: Refs, number: Any) -> None:
     each(key, kappa)
 
 
-def _in_turn(kernels: tuple[Any, ...], shape: Shape, refs: Refs, number: Any) -> None:
-    """Several kernels as one: what one of them stores, the next ones read."""
-    for kernel in kernels:
-        kernel(shape, refs, number)
-        refs = refs | {
-            name.removeprefix("new_"): ref for name, ref in refs.items() if name.startswith("new_")
-        }
-
-
-def _respond(shape: Shape, refs: Refs, number: Any) -> None:
-    _in_turn((_innovate, _attend), shape, refs, number)
-
-
-def _pull_back(shape: Shape, refs: Refs, number: Any) -> None:
-    _in_turn((_duals_of_queries, _duals_of_outputs, _pull), shape, refs, number)
-
-
 def _add_later(shape: Shape, refs: Refs, block: Any) -> None:
     """What some columns of κ and ν owe to later chunks, with the sums W and P over those."""
     number, columns = share(shape.widest, block)
@@ -310,15 +288,18 @@ def _narrowed(seq: Sequence, coarse: bool) -> tuple[Shape, Sequence, Any]:
 
 
 def _by_chunk(
-    shape: Shape, whole: Any, parts: dict[Any, dict], inputs: dict, in_place: dict[str, str]
+    shape: Shape, kernels: dict[Any, dict], inputs: dict[str, Array], in_place: dict[str, str]
 ) -> dict[str, Array]:
-    """Outputs of a kernel, or of its parts one by one: each reads what was given and what those before it wrote."""
-    blocks, results = shape.blocks(CHUNK), {}
-    if TOGETHER:
-        outputs = {name: like for part in parts.values() for name, like in part.items()}
-        return run(shape, whole, inputs, outputs, blocks=blocks, in_place=in_place)
-    for kernel, outputs in parts.items():
-        results |= run(shape, kernel, inputs | results, outputs, blocks=blocks)
+    """Outputs of kernels, one after the other: each reads what was given and what those before it wrote.
+
+    Args:
+        in_place: inputs that nothing needs once the output named has been written, which takes their memory over.
+    """
+    results: dict[str, Array] = {}
+    for kernel, outputs in kernels.items():
+        here = {name: place for name, place in in_place.items() if place in outputs}
+        results |= run(shape, kernel, inputs | results, outputs, blocks=shape.blocks(CHUNK), in_place=here)
+        inputs = {name: array for name, array in inputs.items() if name not in here}
     return results
 
 
@@ -341,7 +322,6 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
     out = empty(shape, shape.time, shape.value, dtype=dtype)
     results = _by_chunk(
         shape,
-        _respond,
         {_innovate: states, _attend: dict(out=out, white_q=timed, scores=square)},
         dict(q=seq.queries, v=seq.values, beta=seq.beta, moment=moment, white=white) | kept,
         in_place,
@@ -376,7 +356,6 @@ def backward(
         in_place |= dict(root="gram")
     near = _by_chunk(
         shape,
-        _pull_back,
         {
             _duals_of_queries: dict(x=timed, alpha=square),
             _duals_of_outputs: dict(z=timed, rho=square),
