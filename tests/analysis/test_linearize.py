@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesascope.analysis import linearize as linearize_module
 from mesascope.analysis.linearize import (
     FURTHER,
+    LOWER,
     RATES,
     LinearLayer,
     Recorded,
@@ -154,3 +156,38 @@ def test_bad_input():
         linearize(models(2, 1), sites=[], **kinds)
     with pytest.raises(ValueError, match="key_inputs"):
         layer_sites(models(layers=1, mixer=Softmax(), positions=Positions(at="keys", dim=4)))
+
+
+def test_a_rate_that_leads_astray_is_lowered():
+    """Of the given rate and those below it, each layer gets the one that leads furthest; and no other is tried where
+    a few steps with the given one were no better."""
+    planted = models()
+    record = linearize_module._recorder(planted, layer_sites(planted), Transformer.trace)
+    key = jax.random.key(4)
+    normal = jax.random.split(key, 4)
+    shapes = [(4 * N, 4)] * 3 + [(4, 4 * N)]
+    layers = LinearLayer(
+        *(0.3 * jax.random.normal(k, (2, 2, *s), jnp.float32) for k, s in zip(normal, shapes, strict=True))
+    )
+
+    def draw(key):
+        return record(sample(key, 8).tokens)
+
+    def descend(rates):
+        one = jax.tree.map(lambda a: a[None], layers)
+        found, late = linearize_module._descend(one, rates[None], draw, 1, 30, key)
+        return jax.tree.map(lambda a: a[0], found), late[0]
+
+    given = np.full((2, 2), 1.0)
+    rates = [given / 3**i for i in range(LOWER + 1)]
+    tried = [descend(jnp.asarray(rate, jnp.float32)) for rate in rates]
+    late = np.stack([losses for _, losses in tried])
+    assert (late.argmin(0) > 0).any(), "the given rate is too high somewhere"
+
+    surely = lambda reached: linearize_module._descend_surely(layers, given, reached, draw, 1, 30, key)  # noqa: E731
+    best, used = surely(np.zeros((2, 2)))
+    np.testing.assert_allclose(used, np.choose(late.argmin(0), rates))
+    for at in np.ndindex(2, 2):
+        expected = tried[late.argmin(0)[at]][0]
+        np.testing.assert_array_equal(best.queries[at], expected.queries[at])
+    assert (surely(np.full((2, 2), np.inf))[1] == given).all()

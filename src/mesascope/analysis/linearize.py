@@ -207,6 +207,7 @@ class Linearization(Result):
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FURTHER = 4  # rates beyond those asked for, at most
+LOWER = 2  # times that a rate is lowered to a third, at most
 # Batches on which outputs are solved for in closed form.
 SOLVE = 8
 
@@ -316,10 +317,8 @@ def distil(
 
     each = jax.vmap(jax.vmap(start))(jax.random.split(start_key, (seeds, depth)))
 
-    rate = _best_rates(each, draw, heads, max(10, int(pilot * steps)), rates, pilot_key)
-    one = jax.tree.map(lambda a: a[None], each)
-    found, _ = _descend(one, jnp.asarray(rate, dtype)[None], draw, heads, steps, run_key)
-    found = jax.tree.map(lambda a: a[0], found)
+    rate, reached = _best_rates(each, draw, heads, max(10, int(pilot * steps)), rates, pilot_key)
+    found, rate = _descend_surely(each, rate, reached, draw, heads, steps, run_key)
     solve_keys, test_keys = (jax.random.split(k, SOLVE) for k in (solve_key, test_key))
     found, least = _polish(found, heads, draw, solve_keys, test_keys)
 
@@ -424,25 +423,51 @@ def _best_rates(
     steps: int,
     rates: Sequence[float],
     key: PRNGKeyArray,
-) -> Float[np.ndarray, "seed layer"]:
-    """For each layer, the rate with which it comes furthest in so many steps."""
+) -> tuple[Float[np.ndarray, "seed layer"], Float[np.ndarray, "seed layer"]]:
+    """For each layer, the rate with which it comes furthest in so many steps, and how far."""
     new, known = sorted(rates), dict[float, np.ndarray]()
     while True:
         # All new ones at once.
         many = jax.tree.map(lambda *copies: jnp.stack(copies), *[layers] * len(new))
         shape = (len(new), *layers.queries.shape[:2])
         tried = jnp.broadcast_to(jnp.asarray(new, layers.queries.dtype)[:, None, None], shape)
-        _, curve = _descend(many, tried, draw, heads, steps, key)
-        late = np.asarray(jnp.mean(curve[-max(1, steps // 5) :], 0))
-        known |= dict(zip(new, np.where(np.isfinite(late), late, np.inf), strict=True))
+        _, late = _descend(many, tried, draw, heads, steps, key)
+        known |= dict(zip(new, late, strict=True))
         order = sorted(known)
-        best = np.argmin([known[rate] for rate in order], 0)
+        losses = np.stack([known[rate] for rate in order])
+        best = np.argmin(losses, 0)
         new = []
         if len(rates) > 1 and len(known) < len(rates) + FURTHER:
             new += [order[0] ** 2 / order[1]] * bool((best == 0).any())
             new += [order[-1] ** 2 / order[-2]] * bool((best == len(order) - 1).any())
         if not new:
-            return np.asarray(order)[best]
+            return np.asarray(order)[best], losses.min(0)
+
+
+def _descend_surely(
+    layers: LinearLayer,
+    rates: Float[np.ndarray, "seed layer"],
+    reached: Float[np.ndarray, "seed layer"],
+    draw: Callable[[PRNGKeyArray], Recorded],
+    heads: int,
+    steps: int,
+    key: PRNGKeyArray,
+) -> tuple[LinearLayer, Float[np.ndarray, "seed layer"]]:
+    """All steps; and where they lead less far than a few of them did, which a rate that was good for a while may do,
+    again with lower rates. Returns the layers, and the rate of each."""
+    one = jax.tree.map(lambda a: a[None], layers)
+    found, lowest, used = layers, np.full(rates.shape, np.inf), rates
+    for _ in range(1 + LOWER):
+        new, late = _descend(one, jnp.asarray(rates, layers.queries.dtype)[None], draw, heads, steps, key)
+        better = late[0] < lowest
+        taken = jnp.asarray(better)[..., None, None]
+        found = jax.tree.map(lambda a, b, taken=taken: jnp.where(taken, a[0], b), new, found)
+        lowest, used = np.where(better, late[0], lowest), np.where(better, rates, used)
+        done = lowest <= 1.02 * reached  # other sequences
+        if done.all():
+            break
+        rates = np.where(done, used, rates / 3)
+    return found, used
 
 
 def _descend(
@@ -452,8 +477,9 @@ def _descend(
     heads: int,
     steps: int,
     key: PRNGKeyArray,
-) -> tuple[LinearLayer, Float[Array, "step rate seed layer"]]:
-    """Adam with a rate of its own for every layer, all on the same fresh sequences."""
+) -> tuple[LinearLayer, Float[np.ndarray, "rate seed layer"]]:
+    """Adam with a rate of its own for every layer, all on the same fresh sequences; and the mean loss of the last fifth
+    of the steps, infinite where they diverged."""
     adam = optax.scale_by_adam()
 
     def total(layers: LinearLayer, batch: Recorded) -> tuple[Array, Array]:
@@ -478,7 +504,9 @@ def _descend(
         return layers, curve
 
     with jax.numpy_dtype_promotion("standard"):
-        return run(layers)
+        found, curve = run(layers)
+    late = np.asarray(jnp.mean(curve[-max(1, steps // 5) :], 0))
+    return found, np.where(np.isfinite(late), late, np.inf)
 
 
 class _NormalEquations:

@@ -86,7 +86,7 @@ SCALES = {
         Scale(name="released", seeds=1, sequences=4096, probe_sequences=8192,
               tune_steps=600, prompt_steps=2000, distill_steps=2000, from_released=True),
         Scale(name="paper", seeds=None, sequences=4096, probe_sequences=8192,
-              tune_steps=1500, prompt_steps=5000, distill_steps=15_000),
+              tune_steps=1500, prompt_steps=5000, distill_steps=3000),
     )
 }  # fmt: skip
 
