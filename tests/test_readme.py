@@ -23,7 +23,7 @@ def test_links_lead_somewhere():
 
 
 def test_a_claim_that_fails_shows_the_number_for_which_it_does():
-    def check(ours: float, by_seed: list[float]) -> dict:
+    def check(ours: float, by_seed: list[float], authors: float | None = None) -> dict:
         return {
             "what": "a",
             "ours": ours,
@@ -31,12 +31,14 @@ def test_a_claim_that_fails_shows_the_number_for_which_it_does():
             "at_most": 1.0,
             "at_least": None,
             "by_seed": by_seed,
+            "authors": authors,
         }
 
-    met, missed = check(0.5, [0.4, 0.6]), check(2.0, [0.5, 3.5])
-    claim = {"id": "x", "claim": "y", "checks": [met, missed], "verdict": "fails", "authors": 0.7}
+    met, missed = check(0.5, [0.4, 0.6], 0.7), check(2.0, [0.5, 3.5])
+    claim = {"id": "x", "claim": "y", "checks": [met, missed], "verdict": "fails", "registered": True}
     assert show_results.shown(claim) is missed
     assert show_results.row(claim)[2:] == ["a ≤ 1 (one of 2)", "2, met by 1 of 2 seeds", "", "**fails**"]
+    assert show_results.row({**claim, "registered": False})[0] == "x +"
     assert show_results.row({**claim, "verdict": "holds"})[2:5] == ["a ≤ 1 (one of 2)", "0.5", "0.7"]
 
 

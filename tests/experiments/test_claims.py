@@ -14,8 +14,8 @@ def claim(*checks, **more):
     )
 
 
-def small(*values, bound=1.0):
-    return Check(what="size", values=np.array(values), at_most=bound)
+def small(*values, bound=1.0, **more):
+    return Check(what="size", values=np.array(values), at_most=bound, **more)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_is_not_trained_cannot_be_tested():
 
 def test_as_json():
     found = json.loads(
-        json.dumps(claim(small(1.0, 2.0, 3.0, bound=2.5), authors=1.6).to_dict(trained=True), allow_nan=False)
+        json.dumps(claim(small(1.0, 2.0, 3.0, bound=2.5, authors=1.6)).to_dict(trained=True), allow_nan=False)
     )
     assert {
         "id",
@@ -66,6 +66,9 @@ def test_as_json():
     # Student's 97.5% quantile with two degrees of freedom is 4.3027.
     np.testing.assert_allclose(found["interval"], 2 + np.array([-1, 1]) * 4.3027 / np.sqrt(3), rtol=1e-4)
     np.testing.assert_allclose(found["distance"], 0.25)
+    gap = Check(what="|loss over theirs - 1|", values=np.array([0.03]), at_most=0.1, authors=0.001)
+    np.testing.assert_allclose(gap.distance, 0.029)
+    assert small(1.0).distance is None
     assert claim(small(np.nan)).to_dict(trained=True)["ours"] is None
     with pytest.raises(ValueError, match="expected at_most or at_least"):
         Check(what="size", values=np.ones(1))
@@ -82,13 +85,20 @@ def test_differences():
     assert "outside of" in found(high + 0.01)[0]
     assert "fails, committed is: holds" in found(3.0)[0]
     assert "is None" in found(np.nan)[-1]
-    assert differences([claim(small(3.0)).to_dict(trained=False)], committed) == []
-    # A number without an interval has two percent of room, and any what rounding may do.
+    untested = differences([claim(small(1.0, bound=2.0)).to_dict(trained=False)], committed)
+    assert "not testable at this preset, committed is: holds" in untested[0]
+    # A single model has two percent of room, of its number or of the threshold; and any what rounding may do.
     single = [claim(small(1.0, bound=2.0)).to_dict(trained=True)]
-    assert differences([claim(small(1.019, bound=2.0)).to_dict(trained=True)], single) == []
-    assert differences([claim(small(1.021, bound=2.0)).to_dict(trained=True)], single)
+    assert differences([claim(small(1.039, bound=2.0)).to_dict(trained=True)], single) == []
+    assert differences([claim(small(1.041, bound=2.0)).to_dict(trained=True)], single)
     narrow = [claim(small(1.0, 1.0, 1.0, bound=2.0)).to_dict(trained=True)]
     assert differences([claim(small(1.000001, bound=2.0)).to_dict(trained=True)], narrow) == []
     assert differences([claim(small(1.0001, bound=2.0)).to_dict(trained=True)], narrow)
+    # One model of five, where the mean stays in its interval.
+    moved = [claim(small(1.05, 1.1, 0.9, 1.0, 1.0, bound=2.0)).to_dict(trained=True)]
+    assert differences(moved, committed) == ["x-1: size of one model is 1.05, committed is 1."]
+    assert differences(moved, committed, unsteady=["x"]) == []
+    assert differences([], committed) == []
+    assert differences([], committed, whole=["x"]) == ["x-1: it is committed, and not made any more."]
     nothing = [claim(small(1e-14)).to_dict(trained=True)]
     assert differences([claim(small(3e-14)).to_dict(trained=True)], nothing) == []

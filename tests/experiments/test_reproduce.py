@@ -223,7 +223,7 @@ def test_claims_fit_a_terminal_and_say_what_they_miss():
         common = dict(
             figure="fig4", panel="A", claim="something that takes many words to say", source="Fig. 4"
         )
-        return Claim(id=name, checks=checks, authors=0.5, **common).to_dict(trained=True)
+        return Claim(id=name, checks=checks, **common).to_dict(trained=True)
 
     claims = [
         claim("holds-1", check("a", 0.5, 0.6, 0.7, 0.8, 1.1)),

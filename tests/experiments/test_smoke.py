@@ -10,9 +10,9 @@ from rich.console import Console
 from mesascope import experiments
 from mesascope.experiments.base import AS_WRITTEN
 from mesascope.experiments.lab import SCALES
+from mesascope.experiments.registered import REGISTERED
 from mesascope.experiments.reproduce import redraw, reproduce
 from mesascope.tasks.text import prepare
-from tests.experiments.required import REQUIRED
 from tests.tasks.test_text import story
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(1800)]
@@ -49,7 +49,7 @@ def test_from_beginning_to_end(name, shared, text, tmp_path):
     claims = json.loads((tmp_path / "smoke" / "claims.json").read_text())
     ids = {claim["id"] for claim in claims}
     assert len(ids) == len(claims)
-    assert ids >= REQUIRED.get(name, set())
+    assert ids >= REGISTERED.get(name, set())
     panels = {panel.letter for panel in outcome.panels}
     for claim in claims:
         assert claim["figure"] == name

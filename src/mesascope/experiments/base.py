@@ -24,6 +24,7 @@ class Experiment:
         claims: what they are held to.
         minutes: by scale, how long it takes; see `experiments.minutes`.
         needs_text: its models are trained on a prepared corpus.
+        unsteady: why the numbers of a single model may differ from one machine to the next, beyond rounding.
         in_parts: panels and claims take what there is: it can be drawn and published before all pieces are computed.
     """
 
@@ -35,6 +36,7 @@ class Experiment:
     claims: Callable[[Result], list[Claim]]
     minutes: Mapping[str, float] = field(default_factory=dict)
     needs_text: bool = False
+    unsteady: str = ""
     in_parts: bool = False
 
 
@@ -62,7 +64,12 @@ def as_written(figure: Experiment) -> Experiment:
 
     def claims(result: Result) -> list[Claim]:
         return [
-            replace(claim, id=claim.id + AS_WRITTEN, figure=name, authors=None)
+            replace(
+                claim,
+                id=claim.id + AS_WRITTEN,
+                figure=name,
+                checks=tuple(replace(check, authors=None) for check in claim.checks),
+            )
             for claim in figure.claims(result)
             if "-as-run" not in claim.id
         ]

@@ -1,11 +1,11 @@
 """Claims of the paper as numbers with thresholds, and what becomes of them.
 
-The thresholds were written down before there were results. A claim holds when the mean over training seeds meets them
-all and at least four of five seeds do. One that fails is a finding, and is published as such.
+The thresholds of those in `registered` were written down before there were results. A claim holds when the mean over
+training seeds meets them all and at least four of five seeds do. One that fails is a finding, and is published as such.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,11 +13,14 @@ import numpy as np
 from jaxtyping import Float
 
 from mesascope.analysis.results import student_t
+from mesascope.experiments.registered import REGISTERED
 
 ENOUGH = 0.8
 """Of the seeds must meet a threshold."""
 ROUNDING = 1e-6
 """Of a number or its threshold: what another machine may make of it, where an interval has no width."""
+SAME = 0.02
+"""Of a number or its threshold, if that is larger: how far another machine may be off for the same model."""
 Verdict = Literal["holds", "fails", "not testable at this preset"]
 
 
@@ -27,12 +30,14 @@ class Check:
 
     Attributes:
         values: by seed; a single one for what has no seeds.
+        authors: the number that follows from what the authors stored, where they did.
     """
 
     what: str
     values: Float[np.ndarray, " seed"]
     at_most: float | None = None
     at_least: float | None = None
+    authors: float | None = None
 
     def __post_init__(self):
         if (self.at_most is None) == (self.at_least is None):
@@ -41,6 +46,14 @@ class Check:
     @property
     def mean(self) -> float:
         return float(np.mean(self.values))
+
+    @property
+    def distance(self) -> float | None:
+        """From the authors' number, as a part of it; of gaps |a / b - 1|, which may themselves be near zero, the
+        difference."""
+        if self.authors is None:
+            return None
+        return _number(self.mean - self.authors if "- 1|" in self.what else self.mean / self.authors - 1)
 
     def meets(self, value: Any) -> Any:
         """Whether numbers are within the threshold; what is not a number is not."""
@@ -66,7 +79,6 @@ class Claim:
     Attributes:
         source: where in the paper.
         checks: all must be met. The first is the number that tables show.
-        authors: that number, from what the authors stored, where they did.
         needs: "trained": says something about models at the end of their training, so that a shorter one cannot test
             it; "nothing": about algorithms and data.
         seeds: as many models of each kind it takes at least to test it.
@@ -79,7 +91,6 @@ class Claim:
     claim: str
     source: str
     checks: tuple[Check, ...]
-    authors: float | None = None
     needs: Literal["trained", "nothing"] = "trained"
     seeds: int = 1
     missing: tuple[str, ...] = ()
@@ -110,13 +121,16 @@ class Claim:
             "ours": _number(first.mean),
             "interval": _interval(first),
             "verdict": self.verdict(trained=trained),
-            "authors": self.authors,
-            "distance": None if not self.authors else _number(first.mean / self.authors - 1),
+            "registered": self.id in set().union(*REGISTERED.values()),
+            "authors": first.authors,
+            "distance": first.distance,
             "checks": [
                 {
                     "what": check.what,
                     "at_most": check.at_most,
                     "at_least": check.at_least,
+                    "authors": check.authors,
+                    "distance": check.distance,
                     "ours": _number(check.mean),
                     "interval": _interval(check),
                     "by_seed": [_number(v) for v in check.values],
@@ -127,40 +141,61 @@ class Claim:
 
 
 def differences(
-    found: Sequence[Mapping[str, Any]], committed: Sequence[Mapping[str, Any]], *, tolerance: float = 0.02
+    found: Sequence[Mapping[str, Any]],
+    committed: Sequence[Mapping[str, Any]],
+    *,
+    whole: Collection[str] = (),
+    unsteady: Collection[str] = (),
 ) -> list[str]:
-    """Where claims differ from the committed ones: another verdict, or a number that has left its interval.
+    """Where claims differ from the committed ones: another verdict, a mean that has left its interval, or a number of
+    one model that is not what it was.
 
     Args:
-        tolerance: relative, for numbers without an interval.
+        whole: figures of which all is there, so that no committed claim may be missing.
+        unsteady: figures whose single numbers hang on the last digits of a machine.
     """
     before, lines = {claim["id"]: claim for claim in committed}, []
+    there = {claim["id"] for claim in found}
+    for name, then in before.items():
+        if then["figure"] in whole and name not in there:
+            lines.append(f"{name}: it is committed, and not made any more.")
     for claim in found:
-        then = before.get(claim["id"])
-        if then is None or claim["verdict"] == "not testable at this preset":
+        name, then = claim["id"], before.get(claim["id"])
+        if then is None:
             continue
         if then["verdict"] != claim["verdict"]:
-            lines.append(f"{claim['id']}: {claim['verdict']}, committed is: {then['verdict']}.")
+            lines.append(f"{name}: {claim['verdict']}, committed is: {then['verdict']}.")
         if len(claim["checks"]) != len(then["checks"]):
             numbers = f"{len(claim['checks'])} numbers, committed are {len(then['checks'])}"
-            lines.append(f"{claim['id']}: {numbers}: it is about other models.")
+            lines.append(f"{name}: {numbers}: it is about other models.")
             continue
         for now, was in zip(claim["checks"], then["checks"], strict=True):
-            value, old = now["ours"], was["ours"]
-            if value is None or old is None:
-                if value is not old:
-                    lines.append(f"{claim['id']}: {now['what']} is {value}, committed is {old}.")
-                continue
-            limit = was["at_least"] if was["at_most"] is None else was["at_most"]
-            rounding = ROUNDING * max(abs(old), abs(limit))
-            room = tolerance * abs(old)
-            low, high = was["interval"] or (old - room, old + room)
-            low, high = low - rounding, high + rounding
-            if not low <= value <= high:
-                lines.append(
-                    f"{claim['id']}: {now['what']} is {value:.4g}, outside of {low:.4g} to {high:.4g}."
-                )
+            lines += [
+                f"{name}: {now['what']} {line}" for line in _moved(now, was, claim["figure"] in unsteady)
+            ]
     return lines
+
+
+def _moved(now: Mapping[str, Any], was: Mapping[str, Any], unsteady: bool) -> list[str]:
+    """What is not as it was in a number: the mean, and those of single models where these are the same."""
+    value, old = now["ours"], was["ours"]
+    if value is None or old is None:
+        return [] if value is old else [f"is {value}, committed is {old}."]
+    limit = was["at_least"] if was["at_most"] is None else was["at_most"]
+    if was["interval"] is not None:
+        rounding = ROUNDING * max(abs(old), abs(limit))
+        low, high = was["interval"][0] - rounding, was["interval"][1] + rounding
+        if not low <= value <= high:
+            return [f"is {value:.4g}, outside of {low:.4g} to {high:.4g}."]
+    if (unsteady and was["interval"] is not None) or len(now["by_seed"]) != len(was["by_seed"]):
+        return []
+    pairs = zip(now["by_seed"], was["by_seed"], strict=True)
+    far = [(a, b) for a, b in pairs if a is None or b is None or abs(a - b) > SAME * max(abs(b), abs(limit))]
+    return [f"of one model is {_told(a)}, committed is {_told(b)}." for a, b in far if a is not b][:1]
+
+
+def _told(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.4g}"
 
 
 def _number(value: Any) -> float | None:

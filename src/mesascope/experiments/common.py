@@ -286,10 +286,15 @@ def over_layer_0(errors: Float[np.ndarray, "seed layer time"]) -> Float[np.ndarr
 
 
 def depth_claims(
-    result: Result, figure: str, source: str, ids: Sequence[str], panels: Sequence[str] = ("E", "F")
+    result: Result,
+    figure: str,
+    source: str,
+    ids: Sequence[str],
+    panels: Sequence[str] = ("E", "F"),
+    authors: Sequence[float | None] = (None, None),
 ) -> list[Claim]:
-    """Probes improve with depth; `ids` and `panels` for the next token and for preconditioned inputs. The third is for
-    inputs preconditioned exactly."""
+    """Probes improve with depth; `ids`, `panels` and the authors' numbers for the next token and for preconditioned
+    inputs. The third is for inputs preconditioned exactly."""
     following = result["next"]
     found = [
         Claim(
@@ -297,15 +302,15 @@ def depth_claims(
             claim="the next token can be read better from deeper layers and with more context",
             checks=(
                 Check(what="error after the last layer over that of layer 0, last t",
-                      values=following[:, -1, -1] / following[:, 0, -1], at_most=0.1),
+                      values=following[:, -1, -1] / following[:, 0, -1], at_most=0.1, authors=authors[0]),
                 Check(what="rank correlation of error and depth, last t",
                       values=rank_correlation(following[..., -1]), at_most=-0.8),
             ),
         ),
     ]  # fmt: skip
-    for name, suffix, by in (
-        ("preconditioned", "", "six tuned steps of Proposition 2"),
-        ("exact", "-exact", "the exact inverse"),
+    for name, suffix, by, theirs in (
+        ("preconditioned", "", "six tuned steps of Proposition 2", authors[1]),
+        ("exact", "-exact", "the exact inverse", None),
     ):
         ratio = over_layer_0(result[name])
         found.append(
@@ -314,7 +319,7 @@ def depth_claims(
                 claim=f"inputs preconditioned by {by} appear with depth",
                 checks=(
                     Check(what="error of the best layer over that of layer 0, mean over t ≥ 10",
-                          values=ratio[:, 1:].min(-1), at_most=0.5),
+                          values=ratio[:, 1:].min(-1), at_most=0.5, authors=theirs),
                     Check(what="rank correlation of error and depth, t ≥ 10",
                           values=rank_correlation(ratio), at_most=-0.5),
                 ),
@@ -411,8 +416,8 @@ def described(
     """
     return [
         claim(
-            id=name + suffix, panel=panel, claim=text + note, authors=authors.get(form),
-            checks=(Check(what="|mean loss over that of Proposition 2 - 1|",
+            id=name + suffix, panel=panel, claim=text + note,
+            checks=(Check(what="|mean loss over that of Proposition 2 - 1|", authors=authors.get(form),
                           values=relative_gap(model, result[f"{control}_{form}"]), at_most=within),),
         )
         for form, (suffix, note) in CONTROLS.items()

@@ -90,7 +90,7 @@ def _both(lab: Lab, dim: int, noise: float) -> dict[str, float]:
     very sequences it reports, and leaves out the newest pair from least squares alone.) Sequences have the more numbers
     the higher their dimension, of which there are about as many in all from ten dimensions on.
     """
-    task = Dynamics.linear(state_dim=dim, length=4 * dim, state_noise=noise)
+    task = Dynamics.linear(lab.variant, state_dim=dim, length=4 * dim, state_noise=noise)
     fewer = max(1.0, (dim / 10) ** 2)
     size = min(lab.scale.sequences, max(32, int(128 / fewer)))
     keys = [

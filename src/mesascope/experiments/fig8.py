@@ -24,6 +24,7 @@ from mesascope.experiments.common import EVALUATION, LAM, TUNING, final
 from mesascope.experiments.lab import Lab, Trained
 from mesascope.experiments.panels import Curves, Line, Panel
 from mesascope.experiments.results import Arrays, Named, Result
+from mesascope.presets import Variant
 from mesascope.tasks.few_shot import FewShot
 from mesascope.theory.solvers import NewtonSchulz, Ridge
 
@@ -38,12 +39,12 @@ PROMPTS = ("base", "eos", "prefix")
 CONTROLS = ("least_squares", "newton_schulz", "true_pairs")
 
 
-def tasks(**changes) -> dict[str, FewShot]:
+def tasks(variant: Variant = "as_run", **changes) -> dict[str, FewShot]:
     """Prompts of pairs alone, with EOS after each, and with a prefix as well."""
     return {
-        "base": FewShot.preset(**changes),
-        "eos": FewShot.preset(eos=True, **changes),
-        "prefix": FewShot.preset(eos=True, prefix=PREFIX, **changes),
+        "base": FewShot.preset(variant, **changes),
+        "eos": FewShot.preset(variant, eos=True, **changes),
+        "prefix": FewShot.preset(variant, eos=True, prefix=PREFIX, **changes),
     }
 
 
@@ -60,12 +61,12 @@ def prompted(name: str) -> Callable[[Lab], Arrays]:
             "eos_vector": Named.of(eos, "seed", "entry"),
             "prefix_vectors": Named.of(prefix, "seed", "number", "entry"),
         }
-        run = partial(regression_curve, trained.models, **_sizes(_few(lab)))
-        for prompt, task in tasks().items():
+        run = partial(regression_curve, trained.models, **_sizes(_sequences(lab)))
+        for prompt, task in tasks(lab.variant).items():
             curve = run(task, vectors=vectors[prompt])
             arrays[prompt] = Named.of(_by_pair(curve), "seed", "pair")
             arrays[f"{prompt}_rise"] = Named.of(_rise(curve), "seed", "end")
-        for prompt, task in tasks(switch=SWITCH).items():
+        for prompt, task in tasks(lab.variant, switch=SWITCH).items():
             arrays[f"two_{prompt}"] = Named.of(_by_pair(run(task, vectors=vectors[prompt])), "seed", "pair")
         return arrays
 
@@ -74,12 +75,11 @@ def prompted(name: str) -> Callable[[Lab], Arrays]:
 
 def controls(lab: Lab) -> Arrays:
     """Least squares: on all pairs of tokens, by six steps of Newton's iteration as released, on true pairs only."""
-    # What they show depends on no model, and on the number of sequences: that of `paper`, also from released weights.
-    return dict(_controls(_few(lab) if lab.scale.name == "quick" else lab.scale.sequences))
+    return dict(_controls(lab.variant, _sequences(lab)))
 
 
 @cache
-def _controls(sequences: int) -> Arrays:
+def _controls(variant: Variant, sequences: int) -> Arrays:
     """The same for both figures."""
     arrays: Arrays = {}
     for name, run in {
@@ -87,16 +87,18 @@ def _controls(sequences: int) -> Arrays:
         "newton_schulz": partial(control_curve, NewtonSchulz(LAM), newest_pair=False),
         "true_pairs": partial(control_curve, Ridge(LAM), true_pairs_only=True),
     }.items():
-        one, two = (run(task["base"], **_sizes(sequences)) for task in (tasks(), tasks(switch=SWITCH)))
+        both = tasks(variant), tasks(variant, switch=SWITCH)
+        one, two = (run(task["base"], **_sizes(sequences)) for task in both)
         arrays[name] = Named.of(_by_pair(one)[0], "pair")
         arrays[f"{name}_rise"] = Named.of(_rise(one)[0], "end")
         arrays[f"two_{name}"] = Named.of(_by_pair(two)[0], "pair")
     return arrays
 
 
-def _few(lab: Lab) -> int:
-    """224 tokens are many for a processor: at the scales made for one, a quarter of the sequences."""
-    return lab.scale.sequences // (4 if lab.scale.name in ("released", "quick") else 1)
+def _sequences(lab: Lab) -> int:
+    """224 tokens are many for a processor: a quarter, where models are trained on one. (Intervals over sequences must
+    not depend on whether models are trained or released.)"""
+    return lab.scale.sequences // (4 if lab.scale.name == "quick" else 1)
 
 
 def _sizes(sequences: int) -> dict:
@@ -107,7 +109,7 @@ def _tuned(lab: Lab, trained: Trained) -> dict[str, Any]:
     """EOS first, then the prefix before it, both on single tasks."""
     steps, key = lab.scale.prompt_steps, jax.random.key(TUNING)
     few: dict[str, Any] = dict(batch_size=4) if lab.scale.name == "smoke" else {}
-    one = tasks()
+    one = tasks(lab.variant)
     eos = tune_eos(trained.models, one["eos"], steps=steps, key=key, **few).vectors.eos
     assert eos is not None
     lab.check_time()

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from mesascope.runs import DivergedError, Run, fit
 from mesascope.store import StoreError
 from mesascope.tasks import Examples
 from mesascope.training import Config, Trainer, WarmupCosine, with_train
-from mesascope.untrusted import is_plain_name
+from mesascope.untrusted import is_plain_name, parse_json
 
 
 class NotReleasedError(LookupError):
@@ -226,13 +226,13 @@ class Lab:
         self.check_time()
         path = self._tuned_path(name)
         models = dict(self.inputs) if by_seed else {}
-        about = json.dumps({"scale": _record(self.scale), "by_seed": by_seed, "models": models})
-        if path != released.tuned_path(name) and not self._is_about(path, about):
+        about = {"scale": _record(self.scale), "by_seed": by_seed, "models": models}
+        if path != released.tuned_path(name) and not self._is_about(path, name, about):
             if self.scale.from_released and by_seed:
                 raise NotReleasedError(f"what was tuned as {name}")
             folder = tuned_folder(self.runs, self.scale.name)
             found = {n: np.asarray(a) for n, a in find().items()}
-            store.write_arrays(folder.path / path.name, found, about=about)
+            store.write_arrays(folder.path / path.name, found, about=json.dumps(about))
             folder.send(path.name)
             path = self._tuned_path(name)
         self._note(f"tuned/{name}")
@@ -255,18 +255,22 @@ class Lab:
 
     def still_holds(self, about: Mapping[str, Any]) -> bool:
         """Whether something was made at this scale, and from what is there now."""
-        scale = json.dumps(_record(self.scale), sort_keys=True)
-        same = json.dumps(about.get("scale"), sort_keys=True) == scale
-        return same and all(self.digest(name) == value for name, value in about.get("inputs", {}).items())
+        inputs = about.get("inputs", {})
+        same = _same(about.get("scale"), _record(self.scale), inputs)
+        return same and all(self.digest(name) == value for name, value in inputs.items())
 
-    def _is_about(self, path: Path, about: str) -> bool:
+    def _is_about(self, path: Path, name: str, about: Mapping[str, Any]) -> bool:
         try:
-            if not path.exists() or store.read_metadata(path).get("about") != about:
+            if not path.exists():
                 return False
+            known = parse_json(store.read_metadata(path).get("about", "{}"), str(path))
             store.read_named(path)
         except StoreError:  # damaged: found again
             return False
-        return True
+        return isinstance(known, dict) and (
+            _same(known.pop("scale", None), about["scale"], [f"tuned/{name}"])
+            and known == {what: value for what, value in about.items() if what != "scale"}
+        )
 
     def _tuned_path(self, name: str) -> Path:
         path = released.tuned_path(name)
@@ -372,6 +376,16 @@ def _record(scale: Scale) -> dict[str, Any]:
     if scale.gflop is None:
         del record["gflop"]
     return record
+
+
+def _same(recorded: Any, now: dict[str, Any], inputs: Iterable[str]) -> bool:
+    """Whether two scales are one to what was made of these: how layers are distilled matters where some were."""
+    if not isinstance(recorded, Mapping):
+        return False
+    other = set() if any(name.startswith("tuned/distilled_") for name in inputs) else {"distill_steps"}
+    return {k: v for k, v in recorded.items() if k not in other} == {
+        k: v for k, v in now.items() if k not in other
+    }
 
 
 def tuned_folder(runs: str | Path, scale: str) -> mirror.Folder:

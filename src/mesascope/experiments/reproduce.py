@@ -27,7 +27,7 @@ from mesascope.experiments.lab import (
     Scale,
     tuned_folder,
 )
-from mesascope.experiments.panels import Curves, Drawing, Maps, Panel, draw
+from mesascope.experiments.panels import Curves, Drawing, Maps, Origin, Panel, draw
 from mesascope.experiments.results import Arrays, Result
 from mesascope.untrusted import StoreError, check
 
@@ -267,20 +267,37 @@ def _tuned_for(result: Result) -> list[tuple[str, str]]:
     )
 
 
+def of_the_repository(name: str) -> Outcome:
+    """A figure as the arrays that come with the repository have it, and its claims.
+
+    Raises:
+        StoreError: there are none.
+    """
+    result = _as_stored(name, *results.read(released.directory() / "arrays" / name))
+    return _outcome(experiments.experiment(name), result, SCALES["paper"])
+
+
 def against_committed(outcomes: Sequence[Outcome]) -> list[str] | None:
     """Where the claims are not what the repository says; None if it says nothing about any of them."""
     committed = read_claims(released.directory() / "claims.json")
     found = [claim for outcome in outcomes for claim in outcome.claims]
     if not {claim["id"] for claim in found} & {claim["id"] for claim in committed}:
         return None
-    return differences(found, committed)
+    all_there = [o for o in outcomes if not o.experiment.pieces.keys() - o.result.about.keys()]
+    return differences(
+        found,
+        committed,
+        whole=[outcome.experiment.id for outcome in all_there],
+        unsteady=[outcome.experiment.id for outcome in outcomes if outcome.experiment.unsteady],
+    )
 
 
 def read_claims(path: Path) -> list[dict[str, Any]]:
     """Claims as `claims.json` has them."""
     number = (float, None)
-    one = {"what": str, "ours": number, "interval": ([float], None), "at_most": number, "at_least": number}
-    form = [{"id": str, "verdict": str, "checks": [one]}]
+    one = {"what": str, "ours": number, "interval": ([float], None), "at_most": number, "at_least": number,
+           "by_seed": [number]}  # fmt: skip
+    form = [{"id": str, "figure": str, "verdict": str, "checks": [one]}]
     return check(store.read_json(path), form, path) if path.exists() else []
 
 
@@ -367,6 +384,11 @@ def _outcome(experiment: Experiment, result: Result, scale: Scale) -> Outcome:
 def _stored(name: str) -> tuple[Arrays, dict[str, Any]]:
     path = released.directory() / "arrays" / name
     return results.read(path) if results.files(path)[1].exists() else ({}, {})
+
+
+def _as_stored(figure: str, arrays: Arrays, about: Mapping[str, Any]) -> Result:
+    origin: dict[str, Origin] = dict.fromkeys(arrays, "stored")
+    return Result(figure=figure, arrays=arrays, origin=origin, about=about.get("pieces", {}))
 
 
 def _kept(path: Path, lab: Lab) -> tuple[Arrays, dict[str, Any]] | None:

@@ -153,12 +153,11 @@ def _claim_rows(claim: Claim) -> str:
     span = f' rowspan="{len(checks)}"' if len(checks) > 1 else ""
     rows = []
     for i, check in enumerate(checks):
-        authors = claim["authors"] if i == 0 else None
+        authors = check["authors"]
         cells = [
             f'<td class="what"><span>{escape(check["what"])}</span> '
             f'<b class="bound">{threshold(check)}</b></td>',
-            f'<td class="authors">{number(authors) if authors is not None else ""}'
-            f"{_distance(claim) if i == 0 else ''}</td>",
+            f'<td class="authors">{number(authors) if authors is not None else ""}{_distance(check)}</td>',
             f'<td class="ours">{with_interval(check["ours"], check["interval"])}</td>',
             f'<td class="gauge-cell">{gauge(check, authors, verdict)}</td>',
         ]
@@ -176,10 +175,14 @@ def _claim_rows(claim: Claim) -> str:
     )
 
 
-def _distance(claim: Claim) -> str:
-    distance = claim.get("distance")
+def _distance(check: Mapping[str, Any]) -> str:
+    distance = check["distance"]
     if distance is None:
         return ""
+    if "- 1|" in check["what"]:  # a difference of gaps
+        text = f"{100 * distance:+.1f}".replace("-", "−")
+        title = "ours less the authors’ value, in percent of the loss"
+        return f'<span class="distance" title="{title}">{text} points</span>'
     digits = 1 if abs(distance) < 0.1 else 0
     text = f"{distance:+.{digits}%}".replace("-", "−").replace("%", " %")
     if abs(distance) >= 2:

@@ -1,6 +1,7 @@
-"""The claims that were written down, with their thresholds, before there were results."""
+"""The claims that were written down, with their thresholds, before there were results. All others came later: variants
+of controls, of what is measured, or of the panel; each says in its words how it differs."""
 
-REQUIRED = {
+REGISTERED = {
     "fig2": {"fig2a-1", "fig2a-2", "fig2a-3", "fig2a-4", "fig2b-1", "fig2b-2"},
     "fig3": {"fig3a-1", "fig3b-1"},
     "fig4": {
