@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ SOURCES = (
     "ops", "tasks", "typing.py", "parts.py", "architecture.py", "taps.py", "models.py", "training.py",
     "language/model.py", "language/training.py",
 )  # fmt: skip
+# And what the numbers of a figure do.
+OF_FIGURES = (*SOURCES, "theory", "analysis", "experiments")
 
 
 def of(config: Config | LanguageConfig, devices: int) -> dict[str, Any]:
@@ -53,10 +56,10 @@ def made_with() -> dict[str, Any]:
     }
 
 
-def source_hash() -> str:
-    """Of the source that a run's numbers depend on."""
+def source_hash(sources: Sequence[str] = SOURCES) -> str:
+    """Of the source that a run's numbers, or others, depend on."""
     total = hashlib.sha256()
-    for name in SOURCES:
+    for name in sources:
         path = PACKAGE / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             total.update(f"{file.relative_to(PACKAGE)}\n".encode())

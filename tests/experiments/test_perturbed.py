@@ -33,7 +33,7 @@ def figure(name: str, runs) -> tuple[Arrays, dict[str, list[float | None]], set[
         (arrays if models else others).update(found)
     path = released.directory() / "arrays" / name
     stored = results.read(path)[0] if results.files(path)[1].exists() else {}
-    whole = results.spliced(stored, arrays | others)
+    whole, _ = results.spliced(stored, arrays | others)
     try:
         claims = experiment.claims(
             Result(figure=name, arrays=whole, origin=dict.fromkeys(whole, "recomputed"))

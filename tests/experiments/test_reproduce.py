@@ -1,5 +1,6 @@
 """The machinery around figures, with a figure of its own: what is kept, what is computed again, what is refused."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -104,6 +105,19 @@ def test_finished_pieces_are_kept(tmp_path, figure, console):
     assert "computed again" in console.export_text()
     machinery.reproduce(scale=dataclasses.replace(SMOKE, sequences=8), out=tmp_path, console=console)
     assert figure.calls[5:] == ["first", "second"]
+
+
+@pytest.mark.parametrize("released_too", [True, False])
+def test_what_other_source_made_of_released_models_is_made_again(
+    released_too, tmp_path, figure, console, monkeypatch
+):
+    monkeypatch.setattr(figure, "second", figure.first)
+    scale = dataclasses.replace(SMOKE, from_released=released_too)
+    for source in ("one", "one", "another"):
+        monkeypatch.setattr(machinery.provenance, "source_hash", lambda parts=(), source=source: source)
+        with contextlib.suppress(KeyError):  # panels of what is not there
+            machinery.reproduce(["own"], scale=scale, out=tmp_path, console=console)
+    assert len(figure.calls) == (4 if released_too else 2)
 
 
 def test_half_a_figure_is_not_drawn(tmp_path, figure, console):
@@ -252,7 +266,12 @@ def test_claims_fit_a_terminal_and_say_what_they_miss():
 def test_one_seed_is_computed_again_and_the_others_are_stored():
     stored = {"a": Named.of(np.zeros((5, 3)), "seed", "time"), "b": Named.of(np.zeros(3), "time")}
     new = {"a": Named.of(np.ones((1, 3)), "seed", "time"), "b": Named.of(np.ones(3), "time")}
-    whole = results.spliced(stored, new)
+    whole, origin = results.spliced(stored, new)
+    assert origin == {"a": "one seed recomputed", "b": "recomputed"}
+    with pytest.raises(
+        StoreError, match=r"a: expected the form of the stored array.*to be computed and published anew"
+    ):
+        results.spliced(stored, {"a": Named.of(np.ones((1, 4)), "seed", "time")})
     np.testing.assert_array_equal(whole["a"].values.sum(1), [3, 0, 0, 0, 0])
     np.testing.assert_array_equal(whole["b"].values, 1)
 

@@ -160,7 +160,7 @@ def _replaced_panel(result: Result, dimensions: tuple[int, ...]) -> Curves:
             label=f"layer {i + 1}", x=np.array(dimensions, float), markers=True,
             y=np.stack([ratio[:seeds, i] for ratio in ratios], 1),
             kind="other" if i == 0 else "softmax", shade=i / max(1, layers - 1) if i else 1.0,
-            origin="stored" if stored else "recomputed",
+            origin="stored" if stored else result.origin[f"ratio_{dimensions[0]}"],
         )
         for i in range(layers)
     )  # fmt: skip

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.console import Console
 
-from mesascope import mirror, released, store
+from mesascope import mirror, provenance, released, store
 from mesascope.models import Transformer
 from mesascope.presets import Variant, preset
 from mesascope.runs import DivergedError, Run, fit
@@ -254,9 +254,12 @@ class Lab:
         return {"scale": _record(self.scale), "inputs": dict(self.inputs)}
 
     def still_holds(self, about: Mapping[str, Any]) -> bool:
-        """Whether something was made at this scale, and from what is there now."""
+        """Whether something was made at this scale, and from what is there now; of released models, by this source."""
         inputs = about.get("inputs", {})
         same = _same(about.get("scale"), _record(self.scale), inputs)
+        if self.scale.from_released:  # takes seconds, and is to show what this source makes of the weights
+            source = provenance.source_hash(provenance.OF_FIGURES)
+            same = same and about.get("made", {}).get("figures") == source
         return same and all(self.digest(name) == value for name, value in inputs.items())
 
     def _is_about(self, path: Path, name: str, about: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Origin = Literal["recomputed", "stored"]
+Origin = Literal["recomputed", "one seed recomputed", "stored"]
 
 # One color for each kind of thing, in all figures; people with any color vision can tell them apart.
 COLORS = {

@@ -128,13 +128,15 @@ def compute(
         pieces: those to compute, if not all are; of the others, kept ones are read.
     """
     stored, stored_about = _stored(experiment.id) if lab.scale.from_released else ({}, {})
-    arrays: Arrays = {}
-    origin, about = {}, {}
+    new: Arrays = {}
+    old: Arrays = {}
+    about = {}
     for name in experiment.pieces:
         if pieces and name not in pieces and not is_kept(experiment, name, lab, folder):
             continue
         try:
-            new, about[name] = compute_piece(experiment, name, lab, folder, fresh=fresh)
+            found, about[name] = compute_piece(experiment, name, lab, folder, fresh=fresh)
+            new |= found
         except NoTextError:
             raise NothingStoredError(
                 f"{experiment.id}: language models need text. `mesascope lm prepare` makes a folder of it, "
@@ -149,14 +151,10 @@ def compute(
                     f"{experiment.id}: the repository has neither {missing} nor the arrays of the piece {name!r}. "
                     "`--preset quick` or `--preset paper` computes them."
                 ) from None
-            arrays |= {n: stored[n] for n in part["arrays"]}
-            origin |= dict.fromkeys(part["arrays"], "stored")
+            old |= {n: stored[n] for n in part["arrays"]}
             about[name] = part
-            continue
-        arrays |= new
-        origin |= dict.fromkeys(new, "recomputed")
-    if stored:
-        arrays = results.spliced({n: stored[n] for n in arrays if n in stored}, arrays)
+    old |= {n: stored[n] for n in new if n in stored}
+    arrays, origin = results.spliced(old, new)
     return Result(figure=experiment.id, arrays=arrays, origin=origin, about=about)
 
 
@@ -176,7 +174,7 @@ def compute_piece(
         "arrays": list(arrays),
         **lab.about(),
         "seconds": round(time.monotonic() - began, 1),
-        "made": provenance.made_with(),
+        "made": provenance.made_with() | {"figures": provenance.source_hash(provenance.OF_FIGURES)},
     }
     results.write(path, arrays, about)
     return arrays, about
@@ -216,8 +214,7 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
             if results.files(path)[1].exists():
                 new, about[piece] = results.read(path)
                 arrays |= new
-        origin = {n: "recomputed" if n in arrays else "stored" for n in {*arrays, *stored}}
-        whole = results.spliced(stored, arrays)
+        whole, origin = results.spliced(stored, arrays)
         if missing := [piece for piece in experiment.pieces if piece not in about]:
             told = (
                 f"{name} has not been computed, or not all of it ({', '.join(missing)} missing): "
@@ -226,7 +223,7 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
             if not (experiment.in_parts and about):
                 raise StoreError(told)
             console.print(told, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        result = Result(figure=name, arrays=whole, origin=origin, about=about)  # pyright: ignore[reportArgumentType]
+        result = Result(figure=name, arrays=whole, origin=origin, about=about)
         outcomes.append(_outcome(experiment, result, scale))
         for path in draw_to(outcomes[-1], out / scale.name / "figures"):
             console.print(str(path), highlight=False)

@@ -96,15 +96,26 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
         raise StoreError(f"{written} does not fit {numbers.name} ({str(error)[:500]}).") from error
 
 
-def spliced(stored: Mapping[str, Named], recomputed: Mapping[str, Named], seed: int = 0) -> Arrays:
-    """Stored arrays of all seeds in which one seed, and what has no seeds, is as it was computed again."""
-    whole = dict(stored)
+def spliced(
+    stored: Mapping[str, Named], recomputed: Mapping[str, Named], seed: int = 0
+) -> tuple[Arrays, dict[str, Origin]]:
+    """Stored arrays of all seeds in which one seed, and what has no seeds, is as it was computed again; and which are.
+
+    Raises:
+        StoreError: they do not fit each other.
+    """
+    whole, origin = dict(stored), dict[str, Origin](dict.fromkeys(stored, "stored"))
     for name, new in recomputed.items():
         old = stored.get(name)
-        if old is None or "seed" not in new.axes or old.values.shape[1:] != new.values.shape[1:]:
-            whole[name] = new
+        if old is None or "seed" not in new.axes or len(old.values) == len(new.values):
+            whole[name], origin[name] = new, "recomputed"
             continue
+        if old.axes != new.axes or old.values.shape[1:] != new.values.shape[1:]:
+            raise StoreError(
+                f"{name}: expected the form of the stored array, {old.axes} {old.values.shape} but for seeds, got "
+                f"{new.axes} {new.values.shape}: it is made otherwise now, and is to be computed and published anew."
+            )
         values = np.array(old.values)
         values[seed] = new.values[0]
-        whole[name] = Named(values, old.axes)
-    return whole
+        whole[name], origin[name] = Named(values, old.axes), "one seed recomputed"
+    return whole, origin

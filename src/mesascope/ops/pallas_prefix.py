@@ -19,6 +19,7 @@ A kernel is a list of products of 64 × 64 × 64. What goes into one is loaded f
 where the next one takes it up: a thread then never holds more than one of them, and nothing is spilled.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -288,7 +289,7 @@ def _narrowed(seq: Sequence, coarse: bool) -> tuple[Shape, Sequence, Any]:
 
 
 def _by_chunk(
-    shape: Shape, kernels: dict[Any, dict], inputs: dict[str, Array], in_place: dict[str, str]
+    shape: Shape, kernels: dict[Any, dict], inputs: Mapping[str, Array | None], in_place: dict[str, str]
 ) -> dict[str, Array]:
     """Outputs of kernels, one after the other: each reads what was given and what those before it wrote.
 
@@ -298,7 +299,9 @@ def _by_chunk(
     results: dict[str, Array] = {}
     for kernel, outputs in kernels.items():
         here = {name: place for name, place in in_place.items() if place in outputs}
-        results |= run(shape, kernel, inputs | results, outputs, blocks=shape.blocks(CHUNK), in_place=here)
+        results |= run(
+            shape, kernel, {**inputs, **results}, outputs, blocks=shape.blocks(CHUNK), in_place=here
+        )
         inputs = {name: array for name, array in inputs.items() if name not in here}
     return results
 

@@ -255,7 +255,9 @@ def _origin_tag(origin: str) -> str:
 def origin_of(outcome: Outcome, piece: str) -> str:
     """Whether a piece was computed again; one of which nothing is known was not."""
     origin = outcome.result.origin
-    computed = any(origin.get(name) == "recomputed" for name in outcome.result.about[piece].get("arrays", ()))
+    computed = any(
+        origin.get(name, "stored") != "stored" for name in outcome.result.about[piece].get("arrays", ())
+    )
     return "recomputed" if computed else "stored"
 
 
