@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from collections.abc import Collection
 
 import jax
 import numpy as np
@@ -15,35 +16,35 @@ from mesascope.experiments.results import Arrays, Result
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion"), pytest.mark.timeout(1800)]
 
 WITHOUT_MODELS = {"fig1", "si-noise"}
+WITHOUT_WEIGHTS: set[str] = set()
+"""Figures that come with arrays alone."""
 SMALL = dataclasses.replace(SCALES["released"], sequences=64, probe_sequences=1024, tune_steps=5)
 
 
-def figure(name: str, runs) -> tuple[Arrays, dict[str, list[float | None]], set[str]]:
-    """Arrays that depend on released models, claims if there are all arrays that they need, and those models."""
-    experiment, arrays, others, used = experiments.experiment(name), {}, {}, set()
-    lab = Lab(SMALL, runs=runs)
-    for piece in experiment.pieces.values():
+def computed(name: str, lab: Lab, pieces: Collection[str]) -> dict[str, tuple[Arrays, set[str]]]:
+    """Arrays of the pieces that can be computed from what is released, and the models that each reads."""
+    found = {}
+    for piece in pieces:
         lab.inputs = {}
         try:
-            found = piece(lab)
+            arrays = experiments.experiment(name).pieces[piece](lab)
         except NotReleasedError:
             continue
-        models = {n.removeprefix("released/") for n in lab.inputs if n.startswith("released/")}
-        used |= models
-        (arrays if models else others).update(found)
+        found[piece] = arrays, {n.removeprefix("released/") for n in lab.inputs if n.startswith("released/")}
+    return found
+
+
+def claimed(name: str, pieces: dict[str, tuple[Arrays, set[str]]]) -> dict[str, list[float | None]]:
+    """Numbers of the claims, where there are all arrays that they need."""
     path = released.directory() / "arrays" / name
     stored = results.read(path)[0] if results.files(path)[1].exists() else {}
-    whole, _ = results.spliced(stored, arrays | others)
+    arrays = {n: array for found, _ in pieces.values() for n, array in found.items()}
+    whole, origin = results.spliced(stored, arrays)
     try:
-        claims = experiment.claims(
-            Result(figure=name, arrays=whole, origin=dict.fromkeys(whole, "recomputed"))
-        )
+        claims = experiments.experiment(name).claims(Result(figure=name, arrays=whole, origin=origin))
     except KeyError:  # they need what is not released
-        claims = []
-    numbers = {
-        claim.id: [check["ours"] for check in claim.to_dict(trained=True)["checks"]] for claim in claims
-    }
-    return arrays, numbers, used
+        return {}
+    return {claim.id: [check["ours"] for check in claim.to_dict(trained=True)["checks"]] for claim in claims}
 
 
 def disturb(name: str) -> None:
@@ -59,15 +60,29 @@ def disturb(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(experiments.names()) - WITHOUT_MODELS))
 def test_a_changed_weight_shows(name, tmp_path, monkeypatch):
+    """Whichever of its models it is a weight of."""
     shutil.copytree(released.directory(), tmp_path / "results")
     monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
-    before, claims_before, used = figure(name, tmp_path / "runs")
+    lab = Lab(SMALL, runs=tmp_path / "runs")
+    before = computed(name, lab, experiments.experiment(name).pieces)
+    used = set().union(*(models for _, models in before.values()))
     if not used:
+        stored = results.files(released.directory() / "arrays" / name)[1].exists()
+        assert not stored or name in WITHOUT_WEIGHTS, "it has arrays, and no released model"
         pytest.skip(f"no model of {name} is released")
-    disturb(min(used))
-    after, claims_after, _ = figure(name, tmp_path / "runs")
-    assert before.keys() == after.keys()
-    changed = [n for n in before if not np.array_equal(before[n].values, after[n].values, equal_nan=True)]
-    assert changed
-    if claims_before:
-        assert any(claims_before[n] != claims_after[n] for n in claims_before)
+    claims = claimed(name, before)
+    for model in sorted(used):
+        weights = released.weights_path(model)
+        shutil.copy(weights, tmp_path / "kept")
+        disturb(model)
+        after = computed(name, lab, [piece for piece, (_, models) in before.items() if model in models])
+        shutil.copy(tmp_path / "kept", weights)
+        for piece, (arrays, _) in after.items():
+            then = before[piece][0]
+            assert arrays.keys() == then.keys()
+            assert any(
+                not np.array_equal(arrays[n].values, then[n].values, equal_nan=True) for n in arrays
+            ), piece
+        if claims:
+            numbers = claimed(name, before | after)
+            assert any(claims[n] != numbers[n] for n in claims), model

@@ -13,7 +13,7 @@ import pytest
 
 from mesascope import mesa_attention
 from mesascope.bench import in_groups, relative_error, sequences
-from mesascope.ops import kernels, pallas
+from mesascope.ops import kernels, pallas, pallas_states
 from tests.helpers import assert_close, draw
 from tests.ops.test_accuracy import CELLS, FUSED, NAMES, OURS, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
@@ -99,6 +99,22 @@ def test_at_most_four_times_the_classical_error(time, width):
 def test_bfloat16_loses_little_more_than_its_outputs_do(time, width):
     """Rounding these alone costs 1.7e-3. In between there is one TF32 product where three would be exact."""
     assert_bfloat16_is_close(time, width)
+
+
+def test_nothing_of_16_bits_is_multiplied_in_float64(monkeypatch):
+    """Triton does it wrongly, which no interpreter shows."""
+    seen, run = [], pallas_states.run
+
+    def noticed(shape, kernel, inputs, outputs, **settings):
+        if any(output.dtype == jnp.float64 for output in outputs.values()):
+            seen.extend(array.dtype for array in inputs.values() if array is not None)
+        return run(shape, kernel, inputs, outputs, **settings)
+
+    monkeypatch.setattr(pallas_states, "run", noticed)
+    array = jax.ShapeDtypeStruct((2, 130, 64), jnp.bfloat16)
+    jax.eval_shape(lambda q, k, v: mesa_attention(q, k, v, 1.0, method="pallas"), array, array, array)
+    assert len(seen) >= 4
+    assert min(dtype.itemsize for dtype in seen) == 4
 
 
 @pytest.mark.gpu

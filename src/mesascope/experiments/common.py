@@ -142,9 +142,27 @@ def tuned_optimizer(
     )
 
 
-def best_optimizer(lab: Lab, task: Dynamics, steps: int, *, on: Regressors = "tokens") -> MesaOptimizer:
-    """Proposition 2 on all pairs with everything tuned: α and β, λ and η."""
+def best_optimizer(
+    lab: Lab,
+    task: Dynamics,
+    steps: int,
+    *,
+    on: Regressors = "tokens",
+    near: "OnlySteps | None" = None,
+    beside: str | None = None,
+) -> MesaOptimizer:
+    """Proposition 2 on all pairs with everything tuned: α and β, λ and η.
+
+    Args:
+        near: where the tuning begins too, so that it does not end above it; beside which model of the authors, if these
+            are theirs.
+    """
     tries = [tuned_optimizer(lab, task, steps, newest_pair=True, on=on, lam=lam) for lam in LAM_STARTS]
+    if near is not None:
+        sample = contexts(task, on=on)
+        start = MesaOptimizer(near.alphas, near.betas, near.lam, normalized=True)
+        name = f"proposition-2_{store.digest(task)}_{on}_near-{beside or 'released'}_{near.lam:g}_{steps}"
+        tries.append(tuned(lab, name, start, lambda key: sample(key, 128), rate=1e-2))
     context = contexts(task, on=on)(jax.random.key(TUNING), min(lab.scale.sequences, 1024))
     return min(tries, key=lambda algorithm: float(loss(algorithm, context)))
 
@@ -207,7 +225,9 @@ def proposition_2(
     theirs = released_optimizer(lab, task, steps, on=on, beside=beside, lam=lam)
     every, dropped = (contexts(task, newest_pair=newest, on=on) for newest in (True, False))
     return {
-        "best": algorithm_losses(lab, best_optimizer(lab, task, steps, on=on), every),
+        "best": algorithm_losses(
+            lab, best_optimizer(lab, task, steps, on=on, near=theirs, beside=beside), every
+        ),
         "released": algorithm_losses(lab, theirs, dropped),
         "all_pairs": algorithm_losses(lab, theirs, every),
     }

@@ -124,7 +124,7 @@ def _sums(shape: Shape, refs: Refs, block: Any) -> None:
             gram = gram + dot(k.astype(jnp.float64), _times(beta, other.astype(jnp.float64)), (0, 0))
             if beta is not None:  # neither factor is rounded to bfloat16
                 k, v = k.astype(shape.dtype), _times(beta, v.astype(shape.dtype))
-            moment = moment + dot(k, v, (0, 0))
+            moment = moment + dot(k.astype(v.dtype), v, (0, 0))
         for ref, value in ((refs["new_gram"], gram), (refs["new_moment"], moment)):
             store(ref, rows, columns, inside(ref, shape.widest), value, number=chunk)
 
@@ -155,6 +155,7 @@ def _accumulate(shape: Shape, backwards: bool, refs: Refs, piece: Any) -> None:
     def step(index: Array, totals: Any) -> Any:
         chunk = shape.blocks(CHUNK) - 1 - index if backwards else index
         new = [load(refs[name], rows, indices(refs[name].shape[-1]), number=chunk) for name in names]
+        barrier()  # what is written may be in the same place, and other threads' to load
         write(chunk, totals)
         return [a + b for a, b in zip(totals, new, strict=True)]
 
@@ -308,7 +309,9 @@ def before_chunks(shape: Shape, seq: Sequence, want_state: bool) -> tuple[Array,
         added = run(
             shape,
             _sums,
-            dict(k=seq.keys, v=seq.values, beta=seq.beta),
+            # Keys in float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton
+            # pull request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
+            dict(k=seq.keys.astype(shape.dtype), v=seq.values, beta=seq.beta),
             both(count),
             blocks=count * programs(shape.widest),
         )
