@@ -152,6 +152,14 @@ def test_what_is_tuned_is_found_once_and_released(tmp_path, monkeypatch):
     assert first.inputs == {"tuned/gd-1": first.digest("tuned/gd-1")}
     np.testing.assert_array_equal(lab().tuned("gd-1", find)["eos"], numbers["eos"])
     assert len(found) == 1
+    # How layers are distilled is of no matter to what is no layer.
+    shorter = dataclasses.replace(SMOKE, distill_steps=SMOKE.distill_steps + 1)
+    lab(shorter).tuned("gd-1", find)
+    assert len(found) == 1
+    for scale in (SMOKE, shorter):
+        lab(scale).tuned("distilled_x", find)
+    assert len(found) == 3
+    del found[1:]
     # Again where the scale is another, where it is for other models, and where the file is damaged.
     lab(dataclasses.replace(SMOKE, tune_steps=3)).tuned("gd-1", find)
     for model in ("one", "another", "another"):
