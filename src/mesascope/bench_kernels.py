@@ -34,7 +34,7 @@ from mesascope.bench import (
     with_gradients,
 )
 from mesascope.ops import mesa_attention
-from mesascope.ops.methods import Pallas
+from mesascope.ops.methods import Method, Pallas
 
 Pass = Literal["forward", "forward+backward"]
 LAM = 1.0
@@ -72,7 +72,7 @@ def inputs(shape: Shape, dtype: str) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(a, dtype) for a in given)
 
 
-def functions(method: str) -> dict[Pass, Callable]:
+def functions(method: str | Method) -> dict[Pass, Callable]:
     def op(q: jax.Array, k: jax.Array, v: jax.Array, lam: jax.Array) -> jax.Array:
         out = mesa_attention(q, k, v, lam, method=method)
         assert isinstance(out, jax.Array)
@@ -81,7 +81,7 @@ def functions(method: str) -> dict[Pass, Callable]:
     return {"forward": lambda q, k, v, lam, g: (op(q, k, v, lam),), "forward+backward": with_gradients(op)}
 
 
-def ours(shape: Shape, dtype: str, method: str, *, repeats: int) -> list[dict[str, Any]]:
+def ours(shape: Shape, dtype: str, method: str | Method, *, repeats: int) -> list[dict[str, Any]]:
     """A row for each pass."""
     q, k, v, g = inputs(shape, dtype)
     arguments = (q, k, v, jnp.full((shape.batch, 1), LAM, jnp.float32), g)
@@ -95,7 +95,7 @@ def ours(shape: Shape, dtype: str, method: str, *, repeats: int) -> list[dict[st
                 "value": shape.value,
                 "dtype": dtype,
                 "pass": name,
-                "method": method,
+                "method": str(method),
                 "ms": time.median,
                 "quartiles": [time.low, time.high],
                 "gigabytes": _peak(compiled),
