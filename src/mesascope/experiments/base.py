@@ -24,7 +24,7 @@ class Experiment:
         claims: what they are held to.
         minutes: by scale, how long it takes; see `experiments.minutes`.
         needs_text: its models are trained on a prepared corpus.
-        unsteady: why the numbers of a single model may differ from one machine to the next, beyond rounding.
+        unsteady: why numbers may differ from one machine to the next, beyond rounding; they are not compared then.
         in_parts: panels and claims take what there is: it can be drawn and published before all pieces are computed.
     """
 
