@@ -87,10 +87,10 @@ def test_differences():
     assert "is None" in found(np.nan)[-1]
     untested = differences([claim(small(1.0, bound=2.0)).to_dict(trained=False)], committed)
     assert "not testable at this preset, committed is: holds" in untested[0]
-    # A single model has two percent of room, of its number or of the threshold; and any what rounding may do.
+    # A single model has one percent of room, of its number or of the threshold; and any what rounding may do.
     single = [claim(small(1.0, bound=2.0)).to_dict(trained=True)]
-    assert differences([claim(small(1.039, bound=2.0)).to_dict(trained=True)], single) == []
-    assert differences([claim(small(1.041, bound=2.0)).to_dict(trained=True)], single)
+    assert differences([claim(small(1.019, bound=2.0)).to_dict(trained=True)], single) == []
+    assert differences([claim(small(1.021, bound=2.0)).to_dict(trained=True)], single)
     narrow = [claim(small(1.0, 1.0, 1.0, bound=2.0)).to_dict(trained=True)]
     assert differences([claim(small(1.000001, bound=2.0)).to_dict(trained=True)], narrow) == []
     assert differences([claim(small(1.0001, bound=2.0)).to_dict(trained=True)], narrow)

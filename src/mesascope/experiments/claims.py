@@ -19,7 +19,7 @@ ENOUGH = 0.8
 """Of the seeds must meet a threshold."""
 ROUNDING = 1e-6
 """Of a number or its threshold: what another machine may make of it, where an interval has no width."""
-SAME = 0.02
+SAME = 0.01
 """Of a number or its threshold, if that is larger: how far another machine may be off for the same model."""
 Verdict = Literal["holds", "fails", "not testable at this preset"]
 
