@@ -210,7 +210,8 @@ class Reproduce:
             console.print(f"{stopped} The same command goes on from here.", highlight=False)
             sys.exit(75)
         compared = self.publish is None and self.preset in ("released", "paper")
-        different = against_committed(outcomes) if compared else None
+        same = self.preset == "released"
+        different = against_committed(outcomes, same_models=same) if compared else None
         page = write_page(outcomes, self.out / "index.html", scale=SCALES[self.preset], differences=different)
         console.print(f"the page: {page}", highlight=False, soft_wrap=True)
         if self.publish is not None:

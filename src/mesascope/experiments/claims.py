@@ -146,11 +146,13 @@ def differences(
     *,
     whole: Collection[str] = (),
     unsteady: Collection[str] = (),
+    same_models: bool = True,
 ) -> list[str]:
     """Where claims differ from the committed ones: another verdict, a mean that has left its interval, or a number of
     one model that is not what it was.
 
     Args:
+        same_models: whether they are about the very models of the committed ones, not about such as were trained anew.
         whole: figures of which all is there, so that no committed claim may be missing.
         unsteady: figures whose numbers hang on the last digits of a machine: their verdicts alone are compared.
     """
@@ -172,11 +174,11 @@ def differences(
         if claim["figure"] in unsteady:
             continue
         for now, was in zip(claim["checks"], then["checks"], strict=True):
-            lines += [f"{name}: {now['what']} {line}" for line in _moved(now, was)]
+            lines += [f"{name}: {now['what']} {line}" for line in _moved(now, was, same_models)]
     return lines
 
 
-def _moved(now: Mapping[str, Any], was: Mapping[str, Any]) -> list[str]:
+def _moved(now: Mapping[str, Any], was: Mapping[str, Any], same_models: bool) -> list[str]:
     """What is not as it was in a number: the mean, and those of single models where these are the same."""
     value, old = now["ours"], was["ours"]
     if value is None or old is None:
@@ -187,9 +189,9 @@ def _moved(now: Mapping[str, Any], was: Mapping[str, Any]) -> list[str]:
         low, high = was["interval"][0] - rounding, was["interval"][1] + rounding
         if not low <= value <= high:
             return [f"is {value:.4g}, outside of {low:.4g} to {high:.4g}."]
-    if len(now["by_seed"]) != len(was["by_seed"]):
+    if was["interval"] is not None and not (same_models and len(now["by_seed"]) == len(was["by_seed"])):
         return []
-    pairs = zip(now["by_seed"], was["by_seed"], strict=True)
+    pairs = zip(now["by_seed"], was["by_seed"], strict=False)
     far = [(a, b) for a, b in pairs if a is None or b is None or abs(a - b) > SAME * max(abs(b), abs(limit))]
     return [f"of one model is {_told(a)}, committed is {_told(b)}." for a, b in far if a is not b][:1]
 

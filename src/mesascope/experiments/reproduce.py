@@ -274,7 +274,7 @@ def of_the_repository(name: str) -> Outcome:
     return _outcome(experiments.experiment(name), result, SCALES["paper"])
 
 
-def against_committed(outcomes: Sequence[Outcome]) -> list[str] | None:
+def against_committed(outcomes: Sequence[Outcome], *, same_models: bool = True) -> list[str] | None:
     """Where the claims are not what the repository says; None if it says nothing about any of them."""
     committed = read_claims(released.directory() / "claims.json")
     found = [claim for outcome in outcomes for claim in outcome.claims]
@@ -286,6 +286,7 @@ def against_committed(outcomes: Sequence[Outcome]) -> list[str] | None:
         committed,
         whole=[outcome.experiment.id for outcome in all_there],
         unsteady=[outcome.experiment.id for outcome in outcomes if outcome.experiment.unsteady],
+        same_models=same_models,
     )
 
 
