@@ -222,10 +222,10 @@ def read_damaged(folder: Path) -> Any:
 
 
 def make_claims(folder: Path) -> None:
-    checks = [{"what": "loss", "ours": 0.5, "interval": [0.25, 0.75], "at_most": 1.0, "at_least": None}]
-    store.write_json(
-        folder / "claims.json", [{"id": "1a", "verdict": "holds", "ours": None, "checks": checks}]
-    )
+    check = {"what": "loss", "ours": 0.5, "interval": [0.25, 0.75], "at_most": 1.0, "at_least": None}
+    check["by_seed"] = [0.25, 0.75]
+    claim = {"id": "1a", "figure": "fig1", "verdict": "holds", "ours": None, "checks": [check]}
+    store.write_json(folder / "claims.json", [claim])
 
 
 def make_spec(folder: Path) -> None:
