@@ -146,6 +146,7 @@ def test_every_claim_has_its_row(document):
         assert attributes["data-verdict"] == claim["verdict"]
         assert claim["claim"] in text
         assert claim["source"] in text
+        assert ("added later" in text) is not claim["registered"]
         assert claim["verdict"].removesuffix(" at this preset") in text
         for check in claim["checks"]:
             assert check["what"] in text

@@ -149,7 +149,10 @@ def claims_table(claims: Sequence[Claim]) -> str:
 
 def _claim_rows(claim: Claim) -> str:
     checks, figure, verdict = claim["checks"], claim["figure"], claim["verdict"]
-    words = " ".join([claim["id"], claim["claim"], claim["source"], verdict, *(c["what"] for c in checks)])
+    registered = "registered" if claim["registered"] else "added later"
+    words = " ".join(
+        [claim["id"], claim["claim"], claim["source"], verdict, registered, *(c["what"] for c in checks)]
+    )
     span = f' rowspan="{len(checks)}"' if len(checks) > 1 else ""
     rows = []
     for i, check in enumerate(checks):
@@ -163,8 +166,10 @@ def _claim_rows(claim: Claim) -> str:
         ]
         if i == 0:
             link = f'<a href="#{anchor(figure)}">{escape(claim["id"])}</a>'
+            title = "its threshold was not written down before there were results"
+            later = "" if claim["registered"] else f'<span class="source" title="{title}">added later</span>'
             first = (
-                f'<th scope="rowgroup" class="id"{span}>{link}</th><td class="statement"{span}>'
+                f'<th scope="rowgroup" class="id"{span}>{link}{later}</th><td class="statement"{span}>'
                 f'{escape(claim["claim"])}<span class="source">{escape(claim["source"])}</span></td>'
             )
             cells = [first, *cells, f'<td class="verdict-cell"{span}>{badge(verdict)}</td>']
