@@ -154,8 +154,8 @@ def best_optimizer(
     """Proposition 2 on all pairs with everything tuned: α and β, λ and η.
 
     Args:
-        near: where the tuning begins too, so that it does not end above it; beside which model of the authors, if these
-            are theirs.
+        near: where one more tuning begins.
+        beside: which model of the authors these coefficients were drawn beside, if they are theirs.
     """
     tries = [tuned_optimizer(lab, task, steps, newest_pair=True, on=on, lam=lam) for lam in LAM_STARTS]
     if near is not None:
