@@ -455,19 +455,31 @@ def _descend_surely(
 ) -> tuple[LinearLayer, Float[np.ndarray, "seed layer"]]:
     """All steps; and where they lead less far than a few of them did, which a rate that was good for a while may do,
     again with lower rates. Returns the layers, and the rate of each."""
-    one = jax.tree.map(lambda a: a[None], layers)
-    found, lowest, used = layers, np.full(rates.shape, np.inf), rates
+    flat, goal, trying = (
+        jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), x) for x in (layers, reached, rates.copy())
+    )
+
+    def attempt(which: Int[np.ndarray, " some"]) -> tuple[LinearLayer, Float[np.ndarray, " some"]]:
+        def batch(key: PRNGKeyArray) -> Recorded:
+            return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[which][None], draw(key))
+
+        start = jax.tree.map(lambda a: a[which][None, None], flat)
+        pace = jnp.asarray(trying[which], layers.queries.dtype)[None, None]
+        new, late = _descend(start, pace, batch, heads, steps, key)
+        return jax.tree.map(lambda a: a[0, 0], new), late[0, 0]
+
+    found, lowest, used, left = flat, np.full(trying.shape, np.inf), trying.copy(), np.arange(trying.size)
     for _ in range(1 + LOWER):
-        new, late = _descend(one, jnp.asarray(rates, layers.queries.dtype)[None], draw, heads, steps, key)
-        better = late[0] < lowest
-        taken = jnp.asarray(better)[..., None, None]
-        found = jax.tree.map(lambda a, b, taken=taken: jnp.where(taken, a[0], b), new, found)
-        lowest, used = np.where(better, late[0], lowest), np.where(better, rates, used)
-        done = lowest <= 1.02 * reached  # other sequences
-        if done.all():
+        new, late = attempt(left)
+        better = late < lowest[left]
+        at = left[better]
+        found = LinearLayer(*(a.at[at].set(b[better]) for a, b in zip(found, new, strict=True)))
+        lowest[at], used[at] = late[better], trying[at]
+        left = np.flatnonzero(lowest > 1.02 * goal)  # other sequences
+        if not left.size:
             break
-        rates = np.where(done, used, rates / 3)
-    return found, used
+        trying[left] /= 3
+    return jax.tree.map(lambda a, b: a.reshape(b.shape), found, layers), used.reshape(rates.shape)
 
 
 def _descend(
