@@ -234,10 +234,11 @@ def sensitivity(
         sequences: how many.
         key: for the sequences.
     """
-    everyone = unstack(models)
+    models = jax.device_put(models)
     read = reader(activations, (path,))
     first = sample(jax.random.fold_in(key, 0), batches(sequences, batch_size)[0])
-    length, shape = first.shape[1], jax.eval_shape(read, everyone[0], first)[path].shape
+    one = jax.eval_shape(lambda models: unstack(models)[0], models)
+    length, shape = first.shape[1], jax.eval_shape(read, one, first)[path].shape
     if len(shape) != 3 or shape[1] != length:
         raise ValueError(f"path {path!r}: expected shape {(*first.shape[:2], 'width')}, got {shape}.")
     asked = range(length) if times is None else times
@@ -249,10 +250,9 @@ def sensitivity(
     frobenius, by_entry, lead = Running(), Running(), Running()
     for i, size in enumerate(batches(sequences, batch_size)):
         inputs = first if i == 0 else sample(jax.random.fold_in(key, i), size)
-        found = [norms(model, inputs, jnp.asarray(chosen, jnp.int32)) for model in everyone]
-        norm = np.stack([np.asarray(f[0]) for f in found])
+        norm, of_entries = map(np.asarray, norms(models, inputs, jnp.asarray(chosen, jnp.int32)))
         frobenius.add(norm)
-        by_entry.add(np.stack([np.asarray(f[1]) for f in found]))
+        by_entry.add(of_entries)
         lead.add(_lead(norm, chosen))
     return Sensitivity(
         times=chosen,
@@ -292,4 +292,9 @@ def _norms(activations: Activations, path: str) -> Callable[[Any, Array, Array],
 
         return jax.lax.map(at, times)
 
-    return jax.jit(jax.vmap(one_sequence, (None, 0, None)))
+    # All models in one program, one after the other: a program for each would be handed its weights every time.
+    @jax.jit
+    def all_models(models: Any, inputs: Array, times: Array) -> tuple[Array, Array]:
+        return jax.lax.map(lambda model: jax.vmap(one_sequence, (None, 0, None))(model, inputs, times), models)
+
+    return all_models
