@@ -295,6 +295,8 @@ def _norms(activations: Activations, path: str) -> Callable[[Any, Array, Array],
     # All models in one program, one after the other: a program for each would be handed its weights every time.
     @jax.jit
     def all_models(models: Any, inputs: Array, times: Array) -> tuple[Array, Array]:
-        return jax.lax.map(lambda model: jax.vmap(one_sequence, (None, 0, None))(model, inputs, times), models)
+        return jax.lax.map(
+            lambda model: jax.vmap(one_sequence, (None, 0, None))(model, inputs, times), models
+        )
 
     return all_models

@@ -283,7 +283,11 @@ def distilled(lab: Lab) -> Arrays:
         jax.vmap(lambda model: [seen[path] for seen in [model.trace(tokens)[1]] for path in paths])
     )(trained.models)
     reached = np.stack([_directions(np.asarray(x, np.float64)) for x in inputs], 1)[:, :, None]
-    arrays: Arrays = {}
+    as_it_is = found.loss.mean(1)
+    arrays: Arrays = {
+        "left": Named.of(found.least, "seed", "layer"),
+        "ratio": Named.of(found.swapped.mean(1) / as_it_is[:, None], "seed", "layer"),
+    }
     for kind, (soft, linear) in {
         "": (theirs, ours),
         "_reached": (_between(theirs, reached), _between(ours, reached)),
@@ -363,6 +367,14 @@ def distilled_claims(result: Result) -> list[Claim]:
               claim="weights of distilled linear layers resemble the softmax layers'"),
         claim(id="si-distil-1-reached", checks=checks(result["cosine_reached"]),
               claim="the same, between the directions that tokens reach"),
+        claim(
+            id="si-distil-2", claim="linear attention gives back most of what the softmax layers do",
+            checks=tuple(
+                Check(what=f"part of the squares of its outputs that is left, layer {layer + 1}",
+                      values=result["left"][:, layer], at_most=0.5)
+                for layer in range(result["left"].shape[1])
+            ),
+        ),
     ]  # fmt: skip
 
 

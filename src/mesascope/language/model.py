@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from mesascope.models import Block, DecodingState, Edit, ModelConfig, Transformer
 from mesascope.ops.gradients import with_closed_form
+from mesascope.ops.log_sum import log_sum_and_entry
 from mesascope.parts import matmul, positions
 from mesascope.store import check_numbers
 
@@ -187,23 +188,17 @@ def cross_entropy(
 
 
 def _entropy_forward(logits: Array, targets: Array, vocabulary: int) -> tuple[Array, tuple[Array, ...]]:
-    token = _tokens(logits)
-    total = jax.nn.logsumexp(jnp.where(token < vocabulary, logits, -jnp.inf), -1)
-    # Neither this nor its gradient gathers or scatters, and only the logits as they are get written down.
-    chosen = jnp.sum(jnp.where(token == targets.astype(jnp.int32)[..., None], logits, 0), -1)
+    # Only the logits as they are get written down.
+    total, chosen = log_sum_and_entry(logits, targets, vocabulary)
     return total - chosen, (logits, targets, total)
 
 
 def _entropy_backward(vocabulary: int, saved: tuple[Array, ...], bar: Array) -> tuple[Array, None]:
     logits, targets, total = saved
-    token = _tokens(logits)
+    token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     p = jnp.where(token < vocabulary, jnp.exp(logits - total[..., None]), 0)
     right = (token == targets.astype(jnp.int32)[..., None]).astype(p.dtype)
     return bar[..., None] * (p - right), None
-
-
-def _tokens(logits: Array) -> Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
 
 _cross_entropy = with_closed_form(
