@@ -199,8 +199,10 @@ def test_batches_are_cut_over_the_cores_unless_a_step_calls_lapack(tmp_path):
     program = """
 import sys
 import jax
-from mesascope.presets import preset
+import jax.numpy as jnp
+from dataclasses import replace
 from mesascope.runs import fit
+from mesascope.tasks import Dynamics, dynamics
 from mesascope.training import Trainer, divide_cpu, over_the_cores
 from tests.test_training import tiny
 divide_cpu()
@@ -209,10 +211,16 @@ cut = over_the_cores(tiny(batch_size=6, eval_batch_size=6, final_sequences=6))
 assert cut.mesh.size == 3
 assert over_the_cores(tiny(batch_size=4, eval_batch_size=2, final_sequences=2)).mesh.size == 2
 assert over_the_cores(tiny(batch_size=5, eval_batch_size=4, final_sequences=4)).mesh is None
-assert over_the_cores(preset("contracting-linear-1")).mesh is None
-for trainer in (cut, Trainer(cut.config)):
-    state = trainer.advance(trainer.start(), 20).state
-    print(*state.loss_sum, *trainer.measure(state.models)["eval_loss"])
+sizes = dict(batch_size=6, eval_batch_size=6, final_sequences=6)
+contracting = over_the_cores(replace(tiny(**sizes), task=Dynamics.contracting(state_dim=2, length=4)))
+assert contracting.mesh.size == 3
+for pair in zip((cut, contracting), (Trainer(cut.config), Trainer(contracting.config)), strict=True):
+    for trainer in pair:
+        state = trainer.advance(trainer.start(), 20).state
+        print(*state.loss_sum, *trainer.measure(state.models)["eval_loss"])
+by_lapack = lambda key, dim, count: jnp.linalg.qr(jax.random.normal(key, (count, dim, dim)))[0]
+dynamics.haar = by_lapack
+assert over_the_cores(replace(tiny(**sizes), task=Dynamics.linear(state_dim=2, length=3))).mesh is None
 run = fit(cut.config, runs=sys.argv[1], max_minutes=0.0)
 assert run.provenance["precision"] == "float32 on 3 devices"
 """
@@ -225,5 +233,6 @@ assert run.provenance["precision"] == "float32 on 3 devices"
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    several, one = (np.array(line.split(), float) for line in done.stdout.splitlines())
-    np.testing.assert_allclose(several, one, rtol=1e-5)
+    lines = [np.array(line.split(), float) for line in done.stdout.splitlines()]
+    for several, one in zip(lines[::2], lines[1::2], strict=True):
+        np.testing.assert_allclose(several, one, rtol=1e-5)

@@ -97,7 +97,6 @@ def test_differences():
     # One model of five, where the mean stays in its interval.
     moved = [claim(small(1.05, 1.1, 0.9, 1.0, 1.0, bound=2.0)).to_dict(trained=True)]
     assert differences(moved, committed) == ["x-1: size of one model is 1.05, committed is 1."]
-    assert differences(moved, committed, unsteady=["x"]) == []
     assert differences(moved, committed, same_models=False) == []
     assert differences([], committed) == []
     assert differences([], committed, whole=["x"]) == ["x-1: it is committed, and not made any more."]

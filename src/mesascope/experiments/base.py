@@ -24,7 +24,6 @@ class Experiment:
         claims: what they are held to.
         minutes: by scale, how long it takes; see `experiments.minutes`.
         needs_text: its models are trained on a prepared corpus.
-        unsteady: why numbers may differ from one machine to the next, beyond rounding; they are not compared then.
         in_parts: panels and claims take what there is: it can be drawn and published before all pieces are computed.
     """
 
@@ -36,7 +35,6 @@ class Experiment:
     claims: Callable[[Result], list[Claim]]
     minutes: Mapping[str, float] = field(default_factory=dict)
     needs_text: bool = False
-    unsteady: str = ""
     in_parts: bool = False
 
 

@@ -145,7 +145,6 @@ def differences(
     committed: Sequence[Mapping[str, Any]],
     *,
     whole: Collection[str] = (),
-    unsteady: Collection[str] = (),
     same_models: bool = True,
 ) -> list[str]:
     """Where claims differ from the committed ones: another verdict, a mean that has left its interval, or a number of
@@ -154,7 +153,6 @@ def differences(
     Args:
         same_models: whether they are about the very models of the committed ones, not about such as were trained anew.
         whole: figures of which all is there, so that no committed claim may be missing.
-        unsteady: figures whose numbers hang on the last digits of a machine: their verdicts alone are compared.
     """
     before, lines = {claim["id"]: claim for claim in committed}, []
     there = {claim["id"] for claim in found}
@@ -170,8 +168,6 @@ def differences(
         if len(claim["checks"]) != len(then["checks"]):
             numbers = f"{len(claim['checks'])} numbers, committed are {len(then['checks'])}"
             lines.append(f"{name}: {numbers}: it is about other models.")
-            continue
-        if claim["figure"] in unsteady:
             continue
         for now, was in zip(claim["checks"], then["checks"], strict=True):
             lines += [f"{name}: {now['what']} {line}" for line in _moved(now, was, same_models)]

@@ -285,7 +285,6 @@ def against_committed(outcomes: Sequence[Outcome], *, same_models: bool = True) 
         found,
         committed,
         whole=[outcome.experiment.id for outcome in all_there],
-        unsteady=[outcome.experiment.id for outcome in outcomes if outcome.experiment.unsteady],
         same_models=same_models,
     )
 

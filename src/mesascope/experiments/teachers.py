@@ -208,7 +208,6 @@ def _experiment(
     shows: str,
     says: str,
     claims: Callable[[Result], list[Claim]],
-    unsteady: str = "",
 ) -> Experiment:
     pieces = {"losses": losses, "controls": controls, "probes": probes, "weights": weights}
     return Experiment(
@@ -218,7 +217,6 @@ def _experiment(
         pieces={name: piece(family) for name, piece in pieces.items()},
         panels=panels,
         claims=claims,
-        unsteady=unsteady,
     )
 
 
@@ -231,8 +229,6 @@ EXPERIMENTS = {
         "step, six layers are about six steps of Proposition 2, preconditioned inputs appear with depth, and the "
         "weights have the structure of Proposition 1.",
         contracting_claims,
-        unsteady="a few sequences, of systems whose matrix of eigenvectors can hardly be inverted, make up much of the "
-        "loss, and follow another path where the inverse is rounded otherwise",
     ),
     "si-fixed-teacher": _experiment(
         "si-fixed-teacher",

@@ -90,7 +90,7 @@ def section(figure: Figure, root: Path, scale: Scale, models: Mapping[str, str])
 <header><p class="eyebrow">{escape(heading(name))}</p>
 <h2 id="{anchor(name, "title")}">{escape(experiment.shows)}</h2>{others}</header>
 <div class="prose"><div><h3>What the paper says</h3><p>{escape(experiment.says)}</p></div>
-<div><h3>What we see</h3><p class="summary">{summary(claims)}</p>{_list(failed)}{_unsteady(experiment)}</div></div>
+<div><h3>What we see</h3><p class="summary">{summary(claims)}</p>{_list(failed)}</div></div>
 {_controls(figure.panels)}
 <div class="panels" data-count="{min(len(figure.panels), 7)}">{panels}</div>
 {_numbers(claims)}
@@ -120,14 +120,6 @@ def _numbers(claims: Sequence[Mapping[str, Any]]) -> str:
 def _list(claims: Sequence[Mapping[str, Any]]) -> str:
     items = "".join(f"<li>{_seen(claim)}</li>" for claim in claims)
     return f'<ul class="seen">{items}</ul>' if claims else ""
-
-
-def _unsteady(experiment: Experiment) -> str:
-    """That numbers are not compared with committed ones, and why."""
-    if not experiment.unsteady:
-        return ""
-    told = "Numbers differ between machines here, so that only verdicts are held to what is committed"
-    return f'<p class="note">{told}: {escape(experiment.unsteady)}.</p>'
 
 
 def _seen(claim: Mapping[str, Any]) -> str:

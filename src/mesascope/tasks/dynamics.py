@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from mesascope.store import check_numbers, later
+from mesascope.tasks import steady
 
 
 class Trajectories(NamedTuple):
@@ -42,7 +43,9 @@ class Uniform:
     def __post_init__(self):
         check_numbers(self, bound=0)
 
-    def __call__(self, shape: tuple[int, ...], *, key: PRNGKeyArray) -> Array:
+    def __call__(self, shape: tuple[int, ...], *, key: PRNGKeyArray, steadily: bool = False) -> Array:
+        if steadily:
+            return steady.uniform(shape, -self.bound, self.bound, key=key)
         return jax.random.uniform(key, shape, jnp.float32, minval=-self.bound, maxval=self.bound)
 
 
@@ -55,11 +58,15 @@ class Normal:
     def __post_init__(self):
         check_numbers(self, std=0)
 
-    def __call__(self, shape: tuple[int, ...], *, key: PRNGKeyArray) -> Array:
-        return self.std * jax.random.normal(key, shape, jnp.float32)
+    def __call__(self, shape: tuple[int, ...], *, key: PRNGKeyArray, steadily: bool = False) -> Array:
+        return self.std * _normal(key, shape, steadily)
 
 
 Distribution = Uniform | Normal
+
+
+def _normal(key: PRNGKeyArray, shape: tuple[int, ...], steadily: bool) -> Array:
+    return steady.normal(shape, key=key) if steadily else jax.random.normal(key, shape, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -108,19 +115,17 @@ class Contracting:
     def __call__(
         self, batch_size: int, dim: int, *, key: PRNGKeyArray, spectrum_key: PRNGKeyArray
     ) -> Float[Array, "batch state state"]:
-        basis = jax.random.normal(key, (batch_size, dim, dim), jnp.float32)
+        basis = steady.normal((batch_size, dim, dim), key=key)
         eigenvalues = jax.vmap(lambda k: self._eigenvalues(dim, key=k))(
             jax.random.split(spectrum_key, batch_size)
         )
-        # W M = M diag(e), solved for W.
-        scaled = basis * eigenvalues[:, None, :]
-        return jnp.swapaxes(jnp.linalg.solve(jnp.swapaxes(basis, 1, 2), jnp.swapaxes(scaled, 1, 2)), 1, 2)
+        return steady.similar(basis, eigenvalues)
 
     def _eigenvalues(self, dim: int, *, key: PRNGKeyArray) -> Float[Array, " state"]:
         draw_key, shuffle_key = jax.random.split(key)
         if not self.pin_largest:
-            return jax.random.uniform(draw_key, (dim,), jnp.float32, self.low, self.high)
-        drawn = jax.random.uniform(draw_key, (dim - 1,), jnp.float32, self.low, self.high)
+            return steady.uniform((dim,), self.low, self.high, key=draw_key)
+        drawn = steady.uniform((dim - 1,), self.low, self.high, key=draw_key)
         pinned = jnp.concatenate([drawn, jnp.full((1,), self.high, drawn.dtype)])
         return jax.random.permutation(shuffle_key, pinned)
 
@@ -243,9 +248,13 @@ class Dynamics:
             spectrum_key = obs_key = c_key = key
         n, steps = self.state_dim, self.length + 1
         w = self.transition(batch_size, n, key=w_key, spectrum_key=spectrum_key)
-        first = self.initial((batch_size, n), key=h_key)
-        noise = self.state_noise * _noise(noise_key, batch_size, steps, n)
-        states = self._roll_out(w, first, noise[: steps - 1])
+        first = self.initial((batch_size, n), key=h_key, steadily=self._steady)
+        noise = _noise(noise_key, batch_size, steps, n, self._steady)
+        if self._steady:
+            states = self._steadily_rolled_out(w, first, noise[: steps - 1])
+        else:
+            noise = self.state_noise * noise
+            states = self._roll_out(w, first, noise[: steps - 1])
         observations, c = states, None
         if self.readout is not None:
             c = self.readout.std * jax.random.normal(c_key, (batch_size, self.obs_dim, n), jnp.float32)
@@ -269,6 +278,11 @@ class Dynamics:
         small = jnp.max(jnp.abs(states), (-2, -1), keepdims=True) <= self.clip_only_above
         return jnp.where(small, states, clipped)
 
+    @property
+    def _steady(self) -> bool:
+        """Whether states may become much of a last digit: such are the same bits on every machine."""
+        return isinstance(self.transition, Contracting) and self.nonlinearity is None
+
     def _roll_out(self, w: Array, first: Array, noise: Array) -> Float[Array, "batch time state"]:
         def step(h, noise):
             h = matvec(w, self.features(h)) + noise.T
@@ -278,6 +292,10 @@ class Dynamics:
         # Unrolled for GPUs, on which a step is shorter than the loop around it.
         _, later = jax.lax.scan(step, first, noise, unroll=10)
         return self._clipped(jnp.moveaxis(jnp.concatenate([first[None], later]), 0, 1))
+
+    def _steadily_rolled_out(self, w: Array, first: Array, noise: Array) -> Float[Array, "batch time state"]:
+        clip = self.clip if self.clip_feeds_back else None
+        return self._clipped(steady.roll_out(w, first, noise, std=self.state_noise, clip=clip))
 
     # The paper's families of tasks.
 
@@ -362,9 +380,11 @@ def matvec(matrix: Float[Array, "*batch out in"], vector: Float[Array, "*batch i
     return jnp.einsum("...ij,...j->...i", matrix, vector, precision=jax.lax.Precision.HIGHEST)
 
 
-def _noise(key: PRNGKeyArray, batch_size: int, steps: int, dim: int) -> Float[Array, "time state batch"]:
+def _noise(
+    key: PRNGKeyArray, batch_size: int, steps: int, dim: int, steadily: bool
+) -> Float[Array, "time state batch"]:
     """One key per sequence, then one per step, the last of them unused. (Where a CPU makes normal numbers in rows of a
     state's few entries it takes longer than in rows of a batch's.)"""
     keys = jax.vmap(lambda k: jax.random.split(k, steps))(jax.random.split(key, batch_size))
-    drawn = jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (dim,), jnp.float32)))(keys.T)
+    drawn = jax.vmap(jax.vmap(lambda k: _normal(k, (dim,), steadily)))(keys.T)
     return jnp.swapaxes(drawn, 1, 2)
