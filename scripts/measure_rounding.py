@@ -1,7 +1,7 @@
 """What rounding makes of contracting systems: losses of released models on 4096 sequences, and a digest of these.
 
     python scripts/measure_rounding.py
-    XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 python scripts/measure_rounding.py     # without fused multiplication and addition
+    XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 python scripts/measure_rounding.py  # no fused multiplication and addition
 
 The digest, and losses to six digits, are to be the same on every machine.
 """

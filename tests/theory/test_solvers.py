@@ -25,6 +25,7 @@ from mesascope.theory.solvers import (
     line_search,
     loss,
     loss_by_time,
+    nearest_step,
     recall,
     tune,
 )
@@ -241,6 +242,26 @@ def test_line_search_finds_the_valley():
 
 
 @pytest.mark.usefixtures("standard_promotion")
+def test_the_nearest_gradient_step():
+    """Found again in its own predictions; and of others', no step beside it is nearer."""
+    context = autoregressive(sequences(batch=40))
+    found = nearest_step(context, apply(GradientStep(0.07, 0.3 * PHI), context), rounds=200)
+    close(found.eta, 0.07, 1e-8)
+    close(found.phi_0, 0.3 * PHI, 1e-8)
+    others = apply(Ridge(50.0), context)
+    found = nearest_step(context, others, rounds=200)
+
+    def apart(eta, phi_0):
+        return float(jnp.sum((apply(GradientStep(eta, phi_0), context) - others) ** 2))
+
+    least = apart(found.eta, found.phi_0)
+    for sign in (-1, 1):
+        assert apart(found.eta + sign * 1e-3, found.phi_0) > least
+        assert apart(found.eta, found.phi_0 + sign * 1e-3 * PHI) > least
+        assert apart(found.eta + 1e-3, found.phi_0 + sign * 1e-3 * PHI) > least
+    assert least < apart(0.0, np.zeros((N, N)))
+
+
 def test_tuning_lowers_the_loss_of_every_number():
     """λ, η, α, β and Φ_0 all move, to a lower loss on other sequences."""
     held_out = autoregressive(sequences(batch=64, seed=9))

@@ -225,6 +225,37 @@ class GradientStep(eqx.Module):
         return start + _like(self.eta, start) * _attend(context.queries, context.keys, residual)
 
 
+def nearest_step(
+    context: Context, predictions: Float[ArrayLike, "*batch time value"], *, rounds: int = 10
+) -> GradientStep:
+    r"""The gradient step that is nearest to given predictions: that they are *fitted* by.
+
+    $$\min_{\eta,\,\Phi_0}\ \sum\lVert \hat y_t - \Phi_0 x_t - \eta (B_t - \Phi_0 A_t) x_t\rVert^2$$
+
+    This is least squares in η for a given $\Phi_0$, and in $\Phi_0$ for a given η: they are found in turns, from
+    $\Phi_0 = 0$. (For models of the paper's tasks three rounds are enough.)
+
+    Args:
+        predictions: $\hat y_t$, say a model's.
+    """
+    once = GradientStep(1.0)
+    x, moved, pulled, wanted = (
+        np.asarray(array, np.float64).reshape(-1, array.shape[-1])
+        for array in (
+            context.queries,
+            once(context._replace(values=context.keys)),  # A x
+            once(context),  # B x
+            jnp.asarray(predictions),
+        )
+    )
+    eta, phi_0 = 0.0, np.zeros((wanted.shape[-1], x.shape[-1]))
+    for _ in range(rounds):
+        step = pulled - moved @ phi_0.T
+        eta = np.sum(step * (wanted - x @ phi_0.T)) / np.sum(step**2)
+        phi_0 = np.linalg.lstsq(x - eta * moved, wanted - eta * pulled, rcond=None)[0].T
+    return GradientStep(eta, phi_0)
+
+
 class GradientDescent(eqx.Module):
     r"""As many steps of gradient descent as there are rates, on each $L_t$ by itself.
 
