@@ -17,7 +17,7 @@ from mesascope import experiments
 from mesascope.store import read_json, write_json
 
 PATH = Path(experiments.__file__).with_name("minutes.json")
-DONE = (0, 1)
+DONE = (0, 3)
 """Exit status: claims as committed, or not."""
 
 

@@ -144,9 +144,17 @@ class Bench:
         self.what.run()
 
 
+DIFFERS = 3
+"""Exit status where everything was computed, and is not what is committed. (2 is that of wrong options.)"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Regenerate figures of the paper and hold them to its claims. Exit status 1: a claim is not as committed."""
+    """Regenerate figures of the paper and hold them to its claims.
+
+    Exit status: 0, all is as committed (or nothing is, to be held to); 3, a number or a verdict is not; 1, something
+    could not be computed; 75, the time was up, and the same command goes on.
+    """
 
     figures: tyro.conf.Positional[tuple[str, ...]] = ()
     """Which, such as `fig4 fig7`; all of them unless given. A panel, `fig7b`, is computed with its figure. Of language
@@ -219,7 +227,7 @@ class Reproduce:
         for line in different or ():
             console.print(line, style="red", highlight=False)
         if different or failed:
-            sys.exit(1)
+            sys.exit(1 if failed else DIFFERS)
 
     def _place(self, place: str, console: "Console") -> tuple[tuple[str, ...], bool]:
         """Compute all pieces; the figures that can be drawn then, and whether some cannot."""

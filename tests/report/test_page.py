@@ -1,6 +1,7 @@
 """The page as a document, without a browser."""
 
 import base64
+import contextlib
 import hashlib
 import json
 from dataclasses import replace
@@ -10,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mesascope import experiments
-from mesascope.cli import Plot, Reproduce
+from mesascope import experiments, released, store
+from mesascope.cli import Plot, Reproduce, main
 from mesascope.experiments import results
 from mesascope.experiments.lab import SCALES
 from mesascope.experiments.panels import Line
 from mesascope.experiments.reproduce import draw_to
 from mesascope.report import write_page
 from mesascope.report.data import own_variant, rounded, to_json
+from mesascope.report.section import letters
 from mesascope.report.table import number, summary, with_interval
 from tests.report.outcomes import outcomes
 
@@ -310,6 +312,50 @@ def test_commands_write_the_page(tmp_path, monkeypatch, capsys):
     Plot(figures=("fig4",), preset="smoke", out=tmp_path / "r").run()
     assert str(page) in capsys.readouterr().out.replace("\n", "")
     assert page.read_text() == first
+
+
+@pytest.mark.parametrize(("claimed", "status"), [(1.0, None), (0.5, 3)], ids=["as committed", "differs"])
+def test_exit_status_tells_what_differs_from_what_fails(claimed, status, tmp_path, monkeypatch, capsys):
+    """0, or 3; and 1, where something cannot be computed."""
+    (_, _, made) = outcomes()
+    committed = json.loads(json.dumps(made.claims))
+    committed[0]["checks"][0]["ours"] = claimed * committed[0]["checks"][0]["ours"]
+    committed[0]["checks"][0]["by_seed"] = [claimed * v for v in committed[0]["checks"][0]["by_seed"]]
+    monkeypatch.setattr(released, "directory", lambda: tmp_path / "results")
+    store.write_json(tmp_path / "results" / "claims.json", committed)
+    monkeypatch.setattr("mesascope.experiments.reproduce.reproduce", lambda *args, **more: [made])
+    monkeypatch.setattr("mesascope.runs.keep_compiled", lambda runs: None)
+    command = ["reproduce", "fig4", "--out", str(tmp_path / "r"), "--runs", str(tmp_path / "runs")]
+    with pytest.raises(SystemExit) if status else contextlib.nullcontext() as ended:
+        main(command)
+    assert status == (ended.value.code if ended is not None else None)
+    assert ("of one model is" in capsys.readouterr().out) == bool(status)
+
+    def impossible(*args, **more):
+        raise store.StoreError("there is nothing.")
+
+    monkeypatch.setattr("mesascope.experiments.reproduce.reproduce", impossible)
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 1
+
+
+def test_claims_about_several_panels_have_a_mark_at_each(tmp_path):
+    assert letters("A") == {"A"}
+    assert letters("a, C") == {"A", "C"}
+    assert letters("A–D") == set("ABCD")
+    assert letters("A, C–D") == set("ACD")
+    assert letters("") == set()
+    made = outcomes()[2]
+    for panels, where in (("A, C", {0, 2}), ("A–C", {0, 1, 2}), ("B", {1}), ("", set())):
+        about = ({**made.claims[0], "panel": panels},)
+        page = write_page(
+            [replace(made, claims=about)], tmp_path / "index.html", scale=SCALES["released"], differences=None
+        )
+        captions = [
+            part.split("</figcaption>")[0] for part in page.read_text().split('<figure class="panel')[1:]
+        ]
+        assert {i for i, caption in enumerate(captions) if 'class="sign ' in caption} == where
 
 
 def test_a_drawing_is_also_a_file(tmp_path):

@@ -157,10 +157,18 @@ def _choice(name: str, title: str, options: Mapping[str, str]) -> str:
     return f'<div class="choice" role="group" aria-label="{title}"><span>{title}</span>{buttons}</div>'
 
 
+def letters(panels: str) -> set[str]:
+    """Of the panels that a claim is about: of "A", "A, C", "A–D"."""
+    found = set()
+    for part in panels.upper().split(","):
+        first, _, last = part.strip().partition("–")
+        if first:
+            found |= {chr(code) for code in range(ord(first), ord(last or first) + 1)}
+    return found
+
+
 def _panel(figure: str, i: int, panel: Panel, claims: Sequence[Mapping[str, Any]]) -> str:
-    mine = "".join(
-        sign(c) for c in claims if panel.letter and str(c["panel"]).upper() == panel.letter.upper()
-    )
+    mine = "".join(sign(claim) for claim in claims if panel.letter.upper() in letters(str(claim["panel"])))
     letter = f'<b class="letter">{escape(panel.letter)}</b>' if panel.letter else ""
     title = f'<span class="title">{escape(panel.title)}</span>'
     caption = f'<figcaption>{letter}{title}<span class="signs">{mine}</span></figcaption>'
