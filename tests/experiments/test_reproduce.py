@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from rich.console import Console
@@ -22,7 +23,7 @@ from mesascope.experiments.panels import Curves, Line, Maps, blend, draw
 from mesascope.experiments.results import Named, Result
 from mesascope.presets import preset
 from mesascope.runs import DivergedError
-from mesascope.store import StoreError, read_metadata, with_field
+from mesascope.store import StoreError, read_metadata, with_field, write_arrays
 from mesascope.training import WarmupCosine
 
 SMOKE = SCALES["smoke"]
@@ -171,20 +172,82 @@ def test_what_is_tuned_is_found_once_and_released(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-3])
     lab().tuned("gd-1", find)
     assert len(found) == 5
-    # Released: what belongs to models is not found again, and is there for the first model alone.
+    # Released: what belongs to models is not found again.
     with pytest.raises(NotReleasedError, match="gd-1"):
         lab(SCALES["released"]).tuned("gd-1", find, by_seed=True)
     about = {"one": first.about()}
     result = Result(figure="own", arrays={}, origin={}, about=about)
-    lab().tuned("gd-1", lambda: {"eos": numbers["eos"]}, by_seed=True)
+    lab().tuned("gd-1", find)
     outcome = machinery.Outcome(
         experiment=experiments.experiment("fig1"), result=result, panels=(), claims=()
     )
     machinery.publish([outcome], tmp_path / "results", tmp_path / "runs")
-    np.testing.assert_array_equal(
-        lab(SCALES["released"]).tuned("gd-1", find, by_seed=True)["eos"], numbers["eos"][:1]
-    )
+    np.testing.assert_array_equal(lab(SCALES["released"]).tuned("gd-1", find)["eos"], numbers["eos"])
     assert len(found) == 5
+
+
+def test_what_is_tuned_for_models_is_released_with_them_and_checked(tmp_path, monkeypatch):
+    """Without weights it stays where it is; with those of another run it is an error, when published and when read."""
+    results_, runs = tmp_path / "results", tmp_path / "runs"
+    monkeypatch.setattr(released, "directory", lambda: results_)
+    eos, weights = np.arange(6.0, dtype=np.float32).reshape(2, 3), np.arange(4.0, dtype=np.float32)
+    weights_of_run = runs / "model-0123456789" / "weights.safetensors"
+    write_arrays(weights_of_run, {"a": np.stack([weights, 2 * weights])})
+
+    def tuned(scale, **inputs):
+        of = Lab(scale, runs=runs)
+        of.inputs = inputs
+        return of, of.tuned("prompt", lambda: {"eos": eos}, by_seed=True)
+
+    first, _ = tuned(SMOKE, **{"runs/model-0123456789": "of both"})
+    outcome = machinery.Outcome(
+        experiment=experiments.experiment("fig1"),
+        result=Result(figure="own", arrays={}, origin={}, about={"one": first.about()}),
+        panels=(),
+        claims=(),
+    )
+
+    def publish():
+        machinery.publish([outcome], results_, runs)
+
+    path = results_ / "tuned" / "prompt.safetensors"
+    publish()
+    assert not path.exists()
+    with pytest.raises(NotReleasedError, match="prompt"):
+        tuned(SCALES["released"])
+    released_weights = released.weights_path("model")
+    write_arrays(released_weights, {"a": 3 * weights[None]})
+    with pytest.raises(StoreError, match=r"model\.safetensors is not the first model of model-0123456789"):
+        publish()
+    assert not path.exists()
+    write_arrays(released_weights, {"a": weights[None].astype(ml_dtypes.bfloat16)})
+    publish()
+    np.testing.assert_array_equal(tuned(SCALES["released"])[1]["eos"], eos[:1])
+
+    # Where it is published again from what is published, it stays of the weights that it was tuned for.
+    (runs / ".tuned" / "smoke" / "prompt.safetensors").write_bytes(path.read_bytes())
+    weights_of_run.unlink()
+    write_arrays(released_weights, {"a": 2 * weights[None]})
+    publish()
+    with pytest.raises(
+        StoreError, match=r"prompt\.safetensors was tuned for other weights than are in .*model\.saf"
+    ):
+        tuned(SCALES["released"])
+    released_weights.unlink()
+    with pytest.raises(StoreError, match="tuned for other weights"):
+        tuned(SCALES["released"])
+    write_arrays(path, {"eos": eos[:1]}, about=json.dumps({"by_seed": True}))
+    with pytest.raises(StoreError, match="does not say which weights it was tuned for"):
+        tuned(SCALES["released"])
+
+
+def test_released_prompts_and_layers_are_of_the_released_weights():
+    lab, names = Lab(SCALES["released"]), []
+    for path in sorted((released.directory() / "tuned").iterdir()):
+        if json.loads(read_metadata(path)["about"])["by_seed"]:
+            lab.tuned(path.stem, dict, by_seed=True)
+            names.append(path.stem)
+    assert {"prompt_icl-softmax-7", "prompt_icl-hybrid-mesa"} <= set(names)
 
 
 def test_stored_arrays_stand_in_for_what_is_not_released(tmp_path, figure, console, monkeypatch):

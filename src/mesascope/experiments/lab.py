@@ -27,7 +27,7 @@ from mesascope.runs import DivergedError, Run, fit
 from mesascope.store import StoreError
 from mesascope.tasks import Examples
 from mesascope.training import Config, Trainer, WarmupCosine, with_train
-from mesascope.untrusted import is_plain_name, parse_json
+from mesascope.untrusted import check, is_plain_name, parse_json
 
 
 class NotReleasedError(LookupError):
@@ -222,9 +222,12 @@ class Lab:
 
         Raises:
             NotReleasedError: at the scale "released", of what belongs to a model and is not.
+            StoreError: what is released was tuned for other weights than are.
         """
         self.check_time()
         path = self._tuned_path(name)
+        if by_seed and path == released.tuned_path(name):
+            self._check_weights(path)
         models = dict(self.inputs) if by_seed else {}
         about = {"scale": _record(self.scale), "by_seed": by_seed, "models": models}
         if path != released.tuned_path(name) and not self._is_about(path, name, about):
@@ -270,10 +273,25 @@ class Lab:
             store.read_named(path)
         except StoreError:  # damaged: found again
             return False
+        if isinstance(known, dict):
+            known.pop("weights", None)  # of what was released, and then copied
         return isinstance(known, dict) and (
             _same(known.pop("scale", None), about["scale"], [f"tuned/{name}"])
             and known == {what: value for what, value in about.items() if what != "scale"}
         )
+
+    def _check_weights(self, path: Path) -> None:
+        """That what was tuned belongs to the weights beside it, as it was when it was published."""
+        about = parse_json(store.read_metadata(path).get("about", "{}"), str(path))
+        weights = check(about, {"weights?": {str: str}}, path).get("weights", {})
+        if not weights:
+            raise StoreError(f"{path} does not say which weights it was tuned for: publish its figure again.")
+        for model, digest in weights.items():
+            if self.digest(f"released/{model}") != digest:
+                raise StoreError(
+                    f"{path} was tuned for other weights than are in {released.weights_path(model)}: release the model "
+                    "and publish the figure from the same run."
+                )
 
     def _tuned_path(self, name: str) -> Path:
         path = released.tuned_path(name)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mesascope import experiments, provenance, released, store
+from mesascope import experiments, mirror, provenance, released, store
 from mesascope.experiments import results
 from mesascope.experiments.base import Experiment
 from mesascope.experiments.claims import ENOUGH, differences
@@ -232,15 +233,27 @@ def redraw(names: Sequence[str], *, scale: Scale, out: Path, console: Console) -
 
 def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: str | Path) -> None:
     """Into `results/`: arrays, what was tuned for them, figures and claims. Claims of other figures stay; all
-    are in the order of the figures."""
+    are in the order of the figures.
+
+    What was tuned for models is published for those that are released, the first of each; of others, stored arrays
+    serve.
+
+    Raises:
+        StoreError: weights are released that are not of the run that something was tuned for.
+    """
     for outcome in outcomes:
         for scale, name in _tuned_for(outcome.result):
             path = tuned_folder(run_directory, scale).fetch(f"{name}.safetensors")
-            about = store.read_metadata(path)["about"]
+            about = json.loads(store.read_metadata(path)["about"])
             arrays = store.read_named(path)
-            if json.loads(about)["by_seed"]:
+            if about["by_seed"]:
+                about["weights"] = about.get("weights") or _weights_of(
+                    about["models"], directory, run_directory
+                )
+                if not about["weights"]:
+                    continue
                 arrays = {n: a[:1] for n, a in arrays.items()}
-            store.write_arrays(directory / "tuned" / path.name, arrays, about=about)
+            store.write_arrays(directory / "tuned" / path.name, arrays, about=json.dumps(about))
         about = {"pieces": dict(outcome.result.about)}
         results.write(directory / "arrays" / outcome.experiment.id, outcome.result.arrays, about)
         draw_to(outcome, directory / "figures")
@@ -250,6 +263,30 @@ def publish(outcomes: Sequence[Outcome], directory: Path, run_directory: str | P
     there += [claim for outcome in outcomes for claim in outcome.claims]
     order = [*experiments.names(), *(claim["figure"] for claim in there)]
     store.write_json(path, sorted(there, key=lambda claim: order.index(claim["figure"])))
+
+
+def _weights_of(
+    trained: Mapping[str, str], directory: Path, run_directory: str | Path
+) -> dict[str, str] | None:
+    """Digests of the released weights of trained models, by name; None if some are not released."""
+    found = {}
+    for run in (name.removeprefix("runs/") for name in trained if name.startswith("runs/")):
+        name = run.rpartition("-")[0]
+        path = directory / "weights" / f"{name}.safetensors"
+        if not path.exists():
+            return None
+        there = store.read_named(path)
+        models = store.read_named(mirror.at(run_directory, run).fetch("weights.safetensors"))
+        # Weights may be released at half the precision.
+        if there.keys() != models.keys() or not all(
+            np.array_equal(leaf, models[at][:1].astype(leaf.dtype)) for at, leaf in there.items()
+        ):
+            raise StoreError(
+                f"{path} is not the first model of {run}, for which something was tuned that is to be published: "
+                f"release that first (python scripts/release.py {name})."
+            )
+        found[name] = store.read_metadata(path)["sha256"]
+    return found
 
 
 def _tuned_for(result: Result) -> list[tuple[str, str]]:
