@@ -5,7 +5,8 @@ $$h_{t+1} = W^* f^*(h_t) + \epsilon_{h,t}, \qquad s_t = C^* h_t + \epsilon_{s,t}
 The task is to predict $s_{t+1}$ from $s_1 \dots s_t$. Each family of tasks has the presets `as_written` (the paper's
 text) and `as_run` (the authors' released code); every difference between them is a field. Keys are split in the order
 of the released code: with `jax.threefry_partitionable(False)` and `as_run`, fully observed linear sequences are the
-authors' own, seed for seed. Everything is float32, whatever the default.
+authors' own, seed for seed. Everything is float32, whatever the default; contracting systems, which make much of
+its last digit, are rounded to it once (`steady.py`).
 """
 
 from collections.abc import Callable

@@ -94,5 +94,6 @@ def roll_out(
             h = h if clip is None else jnp.clip(h, -limit, limit)
             return h, h.astype(jnp.float32)
 
+        # (Unrolled it takes five times as long on a CPU: steps are fused, and computed several times over.)
         _, later = lax.scan(step, first.T.astype(jnp.float64), noise)
     return jnp.transpose(jnp.concatenate([first.T[None], later]), (2, 0, 1))
