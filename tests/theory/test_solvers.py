@@ -241,7 +241,6 @@ def test_line_search_finds_the_valley():
         line_search(GradientStep, context, 1.0, 0.1)
 
 
-@pytest.mark.usefixtures("standard_promotion")
 def test_the_nearest_gradient_step():
     """Found again in its own predictions; and of others', no step beside it is nearer."""
     context = autoregressive(sequences(batch=40))
@@ -262,6 +261,7 @@ def test_the_nearest_gradient_step():
     assert least < apart(0.0, np.zeros((N, N)))
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_tuning_lowers_the_loss_of_every_number():
     """λ, η, α, β and Φ_0 all move, to a lower loss on other sequences."""
     held_out = autoregressive(sequences(batch=64, seed=9))
