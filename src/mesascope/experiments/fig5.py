@@ -296,7 +296,9 @@ def distilled(lab: Lab) -> Arrays:
         arrays[f"cosine{kind}"] = Named.of(similar, "seed", "layer", "product")
     for name, of in (("softmax", theirs), ("linear", ours)):
         for product, values in zip(PAIRS, _between(of, reached), strict=True):
-            arrays[f"{name}_{product}"] = Named.of(values[:, :, 0], "seed", "layer", "row", "column")
+            # Of one model: no more is shown.
+            shown = values[:1, :, 0].astype(np.float32)
+            arrays[f"{name}_{product}"] = Named.of(shown, "seed", "layer", "row", "column")
     return arrays
 
 
