@@ -55,6 +55,16 @@ class Shape(NamedTuple):
         return cls(batch, time, key, seq.values.shape[-1], seq.keys.dtype, coarse)
 
     @property
+    def state(self) -> Any:
+        """The dtype of the sums H, of P, and of their factors, in which rounding would be seen."""
+        return self.dtype if self.coarse else jnp.float64
+
+    @property
+    def bits(self) -> int:
+        """How many digits of the factors of a product count."""
+        return 16 if self.coarse else 24
+
+    @property
     def key_tile(self) -> int:
         return padded(self.key)
 
@@ -88,55 +98,59 @@ def loop_between(start: Any, stop: Any, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(start, stop, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
 
 
-# Another way to exact products, compiled but never measured on a GPU: see `_six_products`.
-SIX = False
-
-
-def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, coarse: bool = False) -> Array:
-    """A product as exact as float32: on tensor cores as three TF32 products. Of bfloat16, summed up in float32.
+def dot(
+    a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, bits: int = 24, six: bool = False
+) -> Array:
+    """A product, summed up in float32, or in float64 if that is what both factors are in.
 
     Args:
-        coarse: one TF32 product will do: of numbers with 11 digits, three more than bfloat16 has.
+        bits: how many digits of the factors count. 24 are all of float32: on tensor cores three TF32 products, or six
+            of bfloat16. For 16, three of bfloat16 will do. A factor in bfloat16 has 8, which saves products.
+        six: rather six products of bfloat16 than three of TF32.
     """
-    split = a.dtype == jnp.float32 and not interpreted()
-    if split and SIX and not coarse:
-        return _six_products(a, b, contract)
-    preset = lax.DotAlgorithmPreset
-    precision = lax.Precision.HIGHEST
-    if split:
-        precision = preset.TF32_TF32_F32 if coarse else preset.TF32_TF32_F32_X3
-    elif coarse and a.dtype == jnp.float32:
-        a, b = (_rounded(x, 13) for x in (a, b))
+    if a.dtype == jnp.float64:
+        return _product(a, b, contract, lax.Precision.HIGHEST)
+    if bits < 24 or jnp.bfloat16 in (a.dtype, b.dtype) or (six and not interpreted()):
+        return _by_parts(a, b, contract, 3 if bits == 24 else 2)
+    preset = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return _product(a, b, contract, lax.Precision.HIGHEST if interpreted() else preset)
+
+
+def _product(a: Array, b: Array, contract: tuple[int, int], precision: Any = None) -> Array:
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     out = jnp.float32 if a.dtype == jnp.bfloat16 else a.dtype
-    return lax.dot_general(
-        a, b, dimensions, precision=None if a.dtype == jnp.bfloat16 else precision, preferred_element_type=out
-    )
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=out)
 
 
-def _six_products(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """As six products of bfloat16, which take as long as three of TF32 but need no transposed copies on the way.
+def _by_parts(a: Array, b: Array, contract: tuple[int, int], count: int) -> Array:
+    """As products of bfloat16, of factors in so many parts.
 
-    What is left out of a product is below 2⁻²³ of it; three of TF32 leave out up to 2⁻²².
+    Two products of bfloat16 take as long as one of TF32 and need no transposed copies on the way. Of three parts each,
+    six products leave out less than 2⁻²³ of the whole; three of TF32 up to 2⁻²². Of two parts, three leave out 2⁻¹⁶.
     """
-    (a0, a1, a2), (b0, b1, b2) = thirds(a), thirds(b)
-    total = dot(a2, b0, contract)
-    for x, y in ((a0, b2), (a1, b1), (a1, b0), (a0, b1), (a0, b0)):
-        total = total + dot(x, y, contract)
-    return total
+    a_parts, b_parts = parts_of(a, count), parts_of(b, count)
+    terms = [
+        _product(x, y, contract)
+        for order in reversed(range(count))  # the smallest first
+        for i, x in enumerate(a_parts)
+        for j, y in enumerate(b_parts)
+        if i + j == order
+    ]
+    return sum(terms[1:], start=terms[0])
 
 
-def thirds(a: Array) -> tuple[Array, Array, Array]:
-    """A float32 array as the sum of three in bfloat16, of 8 digits each: all it has.
+def parts_of(a: Array, count: int) -> list[Array]:
+    """An array as a sum of so many in bfloat16, of 8 digits each: of three, all that float32 has.
 
     (By integers: conversions one at a time are slow, and two at a time not what the compiler finds by itself.)
     """
-
-    high = _rounded(a, 16)
-    rest = a - high
-    middle = _rounded(rest, 16)
-    high, middle, low = (x.astype(jnp.bfloat16) for x in (high, middle, rest - middle))
-    return high, middle, low
+    if a.dtype == jnp.bfloat16:
+        return [a]
+    parts = []
+    for _ in range(count - 1):
+        parts.append(_rounded(a, 16))
+        a = a - parts[-1]
+    return [x.astype(jnp.bfloat16) for x in (*parts, a)]
 
 
 def _rounded(x: Array, bits: int) -> Array:

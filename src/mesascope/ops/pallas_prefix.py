@@ -20,7 +20,6 @@ where the next one takes it up: a thread then never holds more than one of them,
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mesascope.ops.factor import matmul, transpose
-from mesascope.ops.kernels import Shape, barrier, dot, has_float64, indices, load, store
+from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, store
 from mesascope.ops.pallas_states import (
     CHUNK,
     Refs,
@@ -36,7 +35,7 @@ from mesascope.ops.pallas_states import (
     before_chunks,
     each,
     empty,
-    inside,
+    exact,
     programs,
     run,
     share,
@@ -75,11 +74,10 @@ class _Chunk(NamedTuple):
     def given(self, name: str, columns: Array) -> Array:
         """Of an array over all time."""
         ref = self.refs[name]
-        return load(ref, tokens_of(self.number), columns, _end(ref, columns)).astype(self.shape.dtype)
+        return load(ref, tokens_of(self.number), columns, _end(ref, columns))
 
-    def product(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-        """As exact as inputs and outputs are; `dot` is for all that is multiplied further."""
-        return dot(a, b, contract, coarse=self.shape.coarse)
+    def dot(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+        return exact(self.shape, a, b, contract)
 
     def weights(self) -> Array | None:
         return weights_of(self.shape, self.refs, tokens_of(self.number))
@@ -98,7 +96,7 @@ class _Chunk(NamedTuple):
 
         def part(i: Any, rows: Array) -> None:
             def term(p: Array) -> Array:
-                return dot(self.given(name, p), self.read("root", p, rows), (1, 1))
+                return self.dot(self.given(name, p), self.read("root", p, rows), (1, 1))
 
             self.keep(place, total(self.shape.key_tile, term, last=i), rows)
 
@@ -109,7 +107,7 @@ class _Chunk(NamedTuple):
 
         def part(i: Any, columns: Array) -> None:
             def term(p: Array) -> Array:
-                return dot(self.read("new_" + name, p), self.read("root", columns, p))
+                return self.dot(self.read("new_" + name, p), self.read("root", columns, p))
 
             self.keep(name, total(self.shape.key_tile, term, first=i), columns)
 
@@ -125,32 +123,36 @@ def _innovate(shape: Shape, refs: Refs, number: Any) -> None:
     """Φ̃ᵀ, F and N; and G⁻¹ as gradients need it: of diag(β) G diag(β)⁻¹, without that division."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
 
-    def of_values(_: Any, columns: Array) -> None:
-        def phi_t(i: Any, rows: Array) -> None:
-            back = key // len(rows) - 1 - i  # from the last on: what was summed up may be in the same place
-            rows = back * len(rows) + indices(len(rows))
+    def of_values(_: Any, values: Array) -> None:
+        def phi(i: Any, columns: Array) -> None:
+            back = (
+                key // len(columns) - 1 - i
+            )  # from the last on: what was summed up may be in the same place
+            columns = back * len(columns) + indices(len(columns))
 
             def term(p: Array) -> Array:
-                return dot(chunk.read("root", p, rows), chunk.read("moment", columns, p))
+                return chunk.dot(chunk.read("moment", p, values), chunk.read("root", p, columns), (1, 1))
 
-            chunk.keep("phi_t", total(key, term, last=back), columns, rows)
+            chunk.keep("phi", total(key, term, last=back), columns, values)
 
-        each(key, phi_t)
-        met = total(key, lambda p: dot(chunk.read("white", p), chunk.read("new_phi_t", columns, p)))
+        each(key, phi)
+        met = total(
+            key, lambda p: chunk.dot(chunk.read("white", p), chunk.read("new_phi", p, values), (1, 1))
+        )
         barrier()
-        surprise = chunk.given("v", columns) - met
-        chunk.keep("f", dot(chunk.read("inverse"), surprise), columns)
+        surprise = chunk.given("v", values).astype(met.dtype) - met
+        chunk.keep("f", chunk.dot(chunk.read("inverse"), surprise), values)
 
     def of_keys(_: Any, columns: Array) -> None:
-        chunk.keep("n", dot(chunk.read("inverse"), chunk.read("white", columns)), columns)
+        chunk.keep("n", chunk.dot(chunk.read("inverse"), chunk.read("white", columns)), columns)
 
     each(shape.value_tile, of_values)
     each(key, of_keys)
     beta = chunk.weights()
     if beta is not None:
         i, j = indices(CHUNK)[:, None], indices(CHUNK)[None, :]
-        met = total(key, lambda p: dot(chunk.read("white", p), chunk.read("new_n", p), (1, 1)))
-        met = dot(chunk.read("inverse"), jnp.where(i > j, met, 0.0))
+        met = total(key, lambda p: chunk.dot(chunk.read("white", p), chunk.read("new_n", p), (1, 1)))
+        met = chunk.dot(chunk.read("inverse"), jnp.where(i > j, met, 0.0))
         scale = jnp.sum(jnp.where(i == j, chunk.read("inverse"), 0.0), 0)
         chunk.keep("inverse", (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :])
 
@@ -161,14 +163,14 @@ def _attend(shape: Shape, refs: Refs, number: Any) -> None:
     chunk.whiten("q", "white_q")
     chunk.causal(
         "scores",
-        total(key, lambda p: chunk.product(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1))),
+        total(key, lambda p: chunk.dot(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1))),
     )
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
-            return chunk.product(chunk.read("new_white_q", p), chunk.read("phi_t", columns, p))
+            return chunk.dot(chunk.read("new_white_q", p), chunk.read("phi", p, columns), (1, 1))
 
-        out = total(key, term, chunk.product(chunk.weighted("new_scores"), chunk.read("f", columns)))
+        out = total(key, term, chunk.dot(chunk.weighted("new_scores"), chunk.read("f", columns)))
         store(
             refs["new_out"],
             tokens_of(number),
@@ -184,95 +186,68 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
     """α and x."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
     chunk.whiten("q", "x")
-    chunk.causal("alpha", total(key, lambda p: dot(chunk.read("new_x", p), chunk.read("n", p), (1, 1))))
+    chunk.causal("alpha", total(key, lambda p: chunk.dot(chunk.read("new_x", p), chunk.read("n", p), (1, 1))))
 
     def part(_: Any, columns: Array) -> None:
-        met = dot(chunk.weighted("new_alpha"), chunk.read("n", columns))
+        met = chunk.dot(chunk.weighted("new_alpha"), chunk.read("n", columns))
         barrier()
         chunk.keep("x", chunk.read("new_x", columns) - met, columns)
 
     each(key, part)
-    chunk.keep("alpha", dot(chunk.read("inverse"), chunk.read("new_alpha"), (0, 1)))
+    chunk.keep("alpha", chunk.dot(chunk.read("inverse"), chunk.read("new_alpha"), (0, 1)))
     chunk.restore("x")
 
 
 def _duals_of_outputs(shape: Shape, refs: Refs, number: Any) -> None:
     """ρ and z."""
     chunk, value = _Chunk(shape, refs, number), shape.value_tile
-    chunk.causal("rho", total(value, lambda p: dot(chunk.given("g", p), chunk.read("f", p), (1, 1))))
+    chunk.causal("rho", total(value, lambda p: chunk.dot(chunk.given("g", p), chunk.read("f", p), (1, 1))))
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
-            return dot(chunk.given("g", p), chunk.read("phi_t", p, columns), (1, 1))
+            return chunk.dot(chunk.given("g", p), chunk.read("phi", columns, p))
 
-        z = total(value, term, dot(chunk.weighted("new_rho"), chunk.read("n", columns)))
+        z = total(value, term, chunk.dot(chunk.weighted("new_rho"), chunk.read("n", columns)))
         chunk.keep("z", z, columns)
 
     each(shape.key_tile, part)
-    chunk.keep("rho", dot(chunk.read("inverse"), chunk.read("new_rho"), (0, 1)))
+    chunk.keep("rho", chunk.dot(chunk.read("inverse"), chunk.read("new_rho"), (0, 1)))
     chunk.restore("z")
 
 
-def _pull(shape: Shape, refs: Refs, number: Any) -> None:
-    """What a chunk adds to W and P, and what κ and ν owe to the chunk itself."""
-    chunk, key = _Chunk(shape, refs, number), shape.key_tile
-
-    def of_values(_: Any, columns: Array) -> None:
-        def moment(_: Any, rows: Array) -> None:
-            chunk.keep("moment", dot(chunk.read("x", rows), chunk.given("g", columns), (0, 0)), columns, rows)
-
-        each(key, moment)
-        chunk.keep("nu", chunk.product(chunk.read("alpha"), chunk.given("g", columns)), columns)
-
-    def of_keys(i: Any, columns: Array) -> None:
-        def gram(_: Any, rows: Array) -> None:
-            met = dot(chunk.read("x", rows), chunk.read("z", columns), (0, 0))
-            if key > len(rows):
-                barrier()
-                met = met + dot(chunk.read("z", rows), chunk.read("x", columns), (0, 0))
-                chunk.keep("gram", met, columns, rows)
-                chunk.keep("gram", met.T, rows, columns)
-            else:
-                chunk.keep("gram", met + met.T, columns, rows)
-
-        each(key, gram, i)
-
-    def kappa(_: Any, columns: Array) -> None:
-        value = dot(chunk.read("rho"), chunk.read("x", columns))
-        barrier()
-        value = value + dot(-chunk.read("alpha"), chunk.read("z", columns))
-        chunk.keep("kappa", value, columns)
-
-    each(shape.value_tile, of_values)
-    each(key, of_keys)
-    each(key, kappa)
-
-
-def _add_later(shape: Shape, refs: Refs, block: Any) -> None:
-    """What some columns of κ and ν owe to later chunks, with the sums W and P over those."""
+def _pull(shape: Shape, refs: Refs, block: Any) -> None:
+    """Some columns of κ and ν: what they owe to the chunk itself, and to later ones, by the sums W and Pᵀ."""
     number, columns = share(shape.widest, block)
     chunk, lines = _Chunk(shape, refs, number), indices(CHUNK)
 
-    def part(name: str, rows: Array) -> Array:
-        return load(refs[name], rows, columns, inside(refs[name], shape.widest), number=number)
+    def part(name: str, rows: Array, across: Array) -> Array:
+        return load(refs[name], rows, across, within(refs[name]), number=number)
 
-    def add(name: str, sum: Array) -> None:
+    def within(ref: Any) -> tuple[int, int] | None:
+        """The shape of an array where columns of the wider one may lie beyond it."""
+        return None if shape.key_tile == shape.value_tile else ref.shape[-2:]
+
+    def keep(name: str, value: Array) -> None:
         barrier()
         ref = refs["new_" + name]
-        value = (part(name, lines) + sum).astype(ref.dtype)
-        store(ref, lines, columns, inside(ref, shape.widest), value, number=number)
-
-    within = None if shape.key_tile == shape.widest else refs["moment"].shape[-2:]
+        store(ref, lines, columns, within(ref), value.astype(ref.dtype), number=number)
 
     def of_values(p: Array) -> Array:
-        return dot(chunk.given("v", p), load(refs["moment"], columns, p, within, number=number), (1, 1))
+        return chunk.dot(chunk.given("v", p), part("moment", p, columns))
 
-    def of_keys(name: str, p: Array) -> Array:
-        return dot(chunk.given("k", p), part(name, p))
+    def of_keys(p: Array) -> Array:  # W is symmetric
+        return chunk.dot(-chunk.given("k", p), part("gram", columns, p), (1, 1))
 
-    add("nu", total(shape.key_tile, partial(of_keys, "moment")))
-    kappa = total(shape.value_tile, of_values)
-    add("kappa", kappa - total(shape.key_tile, partial(of_keys, "gram")))
+    def of_targets(p: Array) -> Array:
+        return chunk.dot(chunk.given("k", p), part("moment", columns, p), (1, 1))
+
+    kappa = chunk.dot(chunk.read("rho"), part("x", lines, columns))
+    barrier()
+    kappa = kappa + chunk.dot(-chunk.read("alpha"), part("z", lines, columns))
+    kappa = total(shape.value_tile, of_values, kappa)
+    keep("kappa", total(shape.key_tile, of_keys, kappa))
+    g = load(refs["g"], tokens_of(number), columns, (shape.time, shape.value))
+    keep("nu", total(shape.key_tile, of_targets, chunk.dot(chunk.read("alpha"), g)))
 
 
 def applies(seq: Sequence) -> bool:
@@ -316,8 +291,8 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
         given = dict(k=seq.keys, root=root)
         white = run(shape, _whiten, given, dict(white=timed), blocks=count)["white"]
     kept = dict(root=root, inverse=within_chunks(shape, white, seq.beta))
-    states = dict(n=timed, f=empty(shape, count, CHUNK, value), phi_t=empty(shape, count, key, value))
-    in_place = {} if want_state else dict(moment="phi_t")
+    states = dict(n=timed, f=empty(shape, count, CHUNK, value), phi=empty(shape, count, value, key))
+    in_place = {} if want_state else dict(moment="phi")
     if seq.beta is None:
         in_place |= dict(white="n")
     else:
@@ -332,7 +307,7 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
     kept |= {name: results[name] for name in states}
     if want_state:
         last = root[:, -1, : shape.key, : shape.key]
-        met = matmul(last, moment[:, -1, : shape.key, : shape.value])
+        met = matmul(last, transpose(moment[:, -1, : shape.value, : shape.key]))
         kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), met))
     return kept | dict(out=results["out"].astype(shape.dtype))
 
@@ -349,44 +324,36 @@ def backward(
     out_bar = out_bar.astype(dtype)
     count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
     timed, wide, square = (empty(shape, count, CHUNK, n) for n in (key, value, CHUNK))
-    matrices = dict(gram=empty(shape, count, key, key), moment=empty(shape, count, key, value))
-    in_place = dict(n="kappa", phi_t="moment")
-    if key == value:
-        in_place |= dict(f="z")
-    if value == CHUNK:
-        in_place |= dict(inverse="nu")
-    if saved["root"].shape == matrices["gram"].shape:  # without the final state
-        in_place |= dict(root="gram")
-    near = _by_chunk(
+    within = _by_chunk(
         shape,
-        {
-            _duals_of_queries: dict(x=timed, alpha=square),
-            _duals_of_outputs: dict(z=timed, rho=square),
-            _pull: dict(kappa=timed, nu=wide) | matrices,
-        },
+        {_duals_of_queries: dict(x=timed, alpha=square), _duals_of_outputs: dict(z=timed, rho=square)},
         dict(q=seq.queries, g=out_bar, beta=seq.beta)
-        | {name: saved[name] for name in ("root", "inverse", "n", "f", "phi_t")},
-        in_place,
+        | {name: saved[name] for name in ("root", "inverse", "n", "f", "phi")},
+        dict(n="z"),
     )
-    later = after_chunks(shape, {name: near[name] for name in matrices}, seq.lam, ahead)
-    sums = {name: later[name] for name in matrices}
-    far = run(
+    both = dict(x=within["x"], z=within["z"], g=out_bar)
+    over = dict(phi="moment")
+    if saved["root"].shape[1] == count:  # without the final state
+        over |= dict(root="gram")
+    later = after_chunks(shape, both | {name: saved[name] for name in over}, seq.lam, ahead, over)
+    pairs = run(
         shape,
-        _add_later,
-        dict(k=seq.keys, v=seq.values, kappa=near["kappa"], nu=near["nu"]) | sums,
-        {name: jax.ShapeDtypeStruct(near[name].shape, dtype) for name in ("kappa", "nu")},
+        _pull,
+        dict(k=seq.keys, v=seq.values) | both | {n: within[n] for n in ("alpha", "rho")}
+        | {n: later[n] for n in ("gram", "moment")},
+        {n: jax.ShapeDtypeStruct(a.shape, dtype) for n, a in dict(kappa=timed, nu=wide).items()},
         blocks=count * programs(shape.widest),
-        in_place={} if coarse else dict(kappa="kappa", nu="nu"),
-    )
+        in_place={} if coarse else dict(x="kappa"),
+    )  # fmt: skip
 
     def joined(chunks: Array, like: Array) -> Array:
         whole = chunks.astype(shape.dtype).reshape(shape.batch, -1, chunks.shape[-1])
         return whole[:, : shape.time, : like.shape[-1]]
 
     z, kappa, nu = (
-        joined(near["z"], seq.keys),
-        joined(far["kappa"], seq.keys),
-        joined(far["nu"], seq.values),
+        joined(within["z"], seq.keys),
+        joined(pairs["kappa"], seq.keys),
+        joined(pairs["nu"], seq.values),
     )
     gradients = dict(z=z, k_bar=kappa, v_bar=nu, lam_bar=0.5 * later["diagonal"])
     if seq.beta is not None:

@@ -38,8 +38,18 @@ from mesascope.ops.sequence import Sequence
 CHUNK = 64
 _TILE = 16
 _COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
+_STRIP = 32  # rows of a running sum that one program holds
+_PROGRAMS = 512  # so many fill the GPU
 
 Refs = dict[str, Any]
+
+# Which products of float32 are six of bfloat16: by default those in which TF32 needs a transposed copy of a factor.
+SIX: tuple[tuple[int, int], ...] = ((1, 0), (0, 0), (0, 1))
+
+
+def exact(shape: Shape, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+    """A product as exact as inputs and outputs ask for."""
+    return dot(a, b, contract, bits=shape.bits, six=contract in SIX)
 
 
 def tokens_of(chunk: Any) -> Array:
@@ -65,11 +75,6 @@ def share(tile: int, block: Any) -> tuple[Any, Array]:
     if count == 1:
         return block, indices(width)
     return lax.div(block, count), piece(lax.rem(block, count), width)
-
-
-def inside(ref: Any, tile: int) -> tuple[int, int] | None:
-    """The shape of an array where the columns of a share may lie beyond it."""
-    return None if ref.shape[-1] == tile else ref.shape[-2:]
 
 
 def piece(index: Any, width: int) -> Array:
@@ -108,71 +113,139 @@ def total(
     return loop_between(first, np.int32(tile // width) if last is None else last + 1, step, start)
 
 
-def _sums(shape: Shape, refs: Refs, block: Any) -> None:
-    """What a chunk adds to some columns of H and Sᵀ. By half chunks: registers are few."""
-    chunk, columns = share(shape.widest, block)
+def _sums(shape: Shape, refs: Refs, block: Any, **walk: Any) -> None:
+    """H and S before every chunk. By half chunks: registers are few."""
 
-    def part(_: Any, rows: Array) -> None:
-        gram = jnp.zeros((len(rows), len(columns)), jnp.float64)
-        moment = jnp.zeros((len(rows), len(columns)), shape.dtype)
+    def summands(chunk: Any, rows: Array, sums: _Sums) -> _Sums:
+        gram, moment = sums
         for half in range(2):
             tokens = chunk * CHUNK + half * CHUNK // 2 + indices(CHUNK // 2)
             beta = weights_of(shape, refs, tokens)
-            beta = None if beta is None else beta[:, None]
-            k, other = (load(refs["k"], tokens, a, (shape.time, shape.key)) for a in (rows, columns))
-            v = load(refs["v"], tokens, columns, (shape.time, shape.value))
-            gram = gram + dot(k.astype(jnp.float64), _times(beta, other.astype(jnp.float64)), (0, 0))
-            if beta is not None:  # neither factor is rounded to bfloat16
-                k, v = k.astype(shape.dtype), _times(beta, v.astype(shape.dtype))
-            moment = moment + dot(k.astype(v.dtype), v, (0, 0))
-        for ref, value in ((refs["new_gram"], gram), (refs["new_moment"], moment)):
-            store(ref, rows, columns, inside(ref, shape.widest), value, number=chunk)
+            k, some = (
+                load(refs["k"], tokens, a, (shape.time, shape.key)) for a in (indices(shape.key_tile), rows)
+            )
+            v = load(refs["v"], tokens, indices(shape.value_tile), (shape.time, shape.value))
+            weighted = some if beta is None else beta[:, None] * some.astype(shape.dtype)
+            if shape.coarse:
+                gram = gram + dot(weighted, k, (0, 0))
+            else:
+                gram = gram + dot(weighted.astype(gram.dtype), k.astype(gram.dtype), (0, 0))
+            moment = moment + dot(weighted, v, (0, 0), six=(0, 0) in SIX)
+        return gram, moment
 
-    each(shape.key_tile, part)
+    _run_over(shape, refs, block, summands, backwards=False, **walk)
 
 
-def _accumulate(shape: Shape, backwards: bool, refs: Refs, piece: Any) -> None:
-    """Some rows of running sums of two matrices: before every chunk (or after it), and of all where there is room.
+def _after(shape: Shape, refs: Refs, block: Any, **walk: Any) -> None:
+    """W and P over all tokens after every chunk."""
 
-    They begin with diag(1/λ) and zero, or with what is given, or with zeros.
+    def summands(chunk: Any, rows: Array, sums: _Sums) -> _Sums:
+        tokens, keys = indices(CHUNK), indices(shape.key_tile)
+        gram, moment = sums
+        for one, other in (("x", "z"), ("z", "x")):
+            a = load(refs[one], tokens, rows, number=chunk)
+            gram = gram + exact(shape, a, load(refs[other], tokens, keys, number=chunk), (0, 0))
+            barrier()  # nothing is loaded before it is needed: registers are few
+        g = load(refs["g"], tokens_of(chunk), indices(shape.value_tile), (shape.time, shape.value))
+        x = load(refs["x"], tokens, rows, number=chunk)
+        return gram, moment + exact(shape, x, g, (0, 0))
+
+    _run_over(shape, refs, block, summands, backwards=True, **walk)
+
+
+_Sums = tuple[Array, Array]
+
+
+def _run_over(
+    shape: Shape,
+    refs: Refs,
+    block: Any,
+    summands: Callable[[Any, Array, _Sums], _Sums],
+    *,
+    backwards: bool,
+    stretch: int,
+    alone: bool,
+) -> None:
+    """Some rows of two running sums over a stretch of chunks, written before every chunk (or after it).
+
+    They begin with diag(1/λ) and zero, or with what is given, or with zeros. The first is symmetric: below the
+    diagonal it is enough. The second is transposed in memory.
+
+    Args:
+        alone: write no more than what the stretch adds.
     """
-    rows, columns = piece * _TILE + indices(_TILE), indices(shape.key_tile)
-    names = ("gram", "moment")
-    totals = [jnp.zeros((_TILE, refs[name].shape[-1]), refs[name].dtype) for name in names]
-    if "lam" in refs:
-        penalty = 1 / load_vector(refs["lam"], columns, shape.key, 1.0).astype(jnp.float64)
-        totals[0] = jnp.where(rows[:, None] == columns[None, :], penalty[None, :], 0.0)
+    strips, count = np.int32(shape.key_tile // _STRIP), shape.blocks(CHUNK)
+    part = lax.div(block, strips)
+    rows = piece(lax.rem(block, strips), _STRIP)
+    columns, values = indices(shape.key_tile), indices(shape.value_tile)
+    lower = (shape.key_tile, (lax.rem(block, strips) + 1) * _STRIP) if not backwards else None
+
+    def write(number: Any, sums: _Sums, shown: Any = None) -> None:
+        gram, moment = sums
+        height = None if shown is None else (shown.astype(jnp.int32) * shape.widest, shape.widest)
+        store(refs["new_gram"], rows, columns, lower if height is None else height, gram, number=number)
+        store(refs["new_moment"], values, rows, height, moment.T, number=number)
+
+    gram = jnp.zeros((_STRIP, shape.key_tile), shape.state if not backwards else shape.dtype)
+    moment = jnp.zeros((_STRIP, shape.value_tile), shape.dtype)
     if "first_gram" in refs:
-        first = (refs["first_" + name] for name in names)
-        totals = [
-            load(ref, rows, indices(a.shape[-1]), ref.shape) for ref, a in zip(first, totals, strict=True)
-        ]
+        gram = load(refs["first_gram"], rows, columns, number=part)
+        moment = load(refs["first_moment"], values, rows, number=part).T
+    elif "lam" in refs and not alone:
+        penalty = 1 / load_vector(refs["lam"], columns, shape.key, 1.0).astype(gram.dtype)
+        gram = jnp.where(rows[:, None] == columns[None, :], penalty[None, :], 0.0)
+    first = part * stretch
+    last = jnp.minimum(first + stretch, count)
 
-    def write(chunk: Any, totals: Any) -> None:
-        for name, total in zip(names, totals, strict=True):
-            store(refs["new_" + name], rows, indices(total.shape[-1]), None, total, number=chunk)
+    def step(index: Any, sums: _Sums) -> _Sums:
+        chunk = first + last - 1 - index if backwards else index
+        if not alone:
+            write(chunk, sums)
+        return summands(chunk, rows, sums)
 
-    def step(index: Array, totals: Any) -> Any:
-        chunk = shape.blocks(CHUNK) - 1 - index if backwards else index
-        new = [load(refs[name], rows, indices(refs[name].shape[-1]), number=chunk) for name in names]
-        barrier()  # what is written may be in the same place, and other threads' to load
-        write(chunk, totals)
-        return [a + b for a, b in zip(totals, new, strict=True)]
-
-    totals = loop(shape.blocks(CHUNK), step, totals)
-    if refs["new_gram"].shape[0] > shape.blocks(CHUNK):
-        write(np.int32(shape.blocks(CHUNK)), totals)
+    sums = loop_between(first, last, step, (gram, moment))
+    if alone:
+        write(part, sums)
+    elif refs["new_gram"].shape[0] > count:
+        write(np.int32(count), sums, last == count)
     if "new_diagonal" in refs:
-        diagonal = jnp.sum(jnp.where(rows[:, None] == columns[None, :], totals[0], 0.0), 1)
-        store_vector(refs["new_diagonal"], rows, shape.key, diagonal)
+        diagonal = jnp.sum(jnp.where(rows[:, None] == columns[None, :], sums[0], 0.0), 1)
+        store_vector(refs["new_diagonal"], rows, (first == 0).astype(jnp.int32) * shape.key, diagonal)
 
 
-def _before(shape: Shape, refs: Refs, piece: Any) -> None:
-    _accumulate(shape, False, refs, piece)
+def _running(
+    shape: Shape,
+    kernel: Callable,
+    inputs: dict[str, Array | None],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    start: Callable[[], _Sums],
+    *,
+    known: bool,
+    in_place: dict[str, str],
+) -> dict[str, Array]:
+    """Running sums by one of these two kernels; where heads are few, over stretches of time side by side.
 
-
-def _after(shape: Shape, refs: Refs, piece: Any) -> None:
-    _accumulate(shape, True, refs, piece)
+    Args:
+        start: makes what the sums begin with.
+        known: the kernel begins with the same by itself.
+    """
+    count, strips, backwards = shape.blocks(CHUNK), shape.key_tile // _STRIP, kernel is _after
+    stretch = -(-count // -(-_PROGRAMS // (shape.batch * strips)))
+    parts, first = -(-count // stretch), {}
+    kernel = partial(kernel, stretch=stretch)
+    if parts > 1:
+        added = {
+            n: empty(shape, parts, *outputs[n].shape[2:], dtype=outputs[n].dtype) for n in ("gram", "moment")
+        }
+        added = run(shape, partial(kernel, alone=True), inputs, added, blocks=parts * strips)
+        for begin, (name, array) in zip(start(), added.items(), strict=True):
+            ends = [array, begin[:, None]] if backwards else [begin[:, None], array]
+            sums = lax.cumsum(jnp.concatenate(ends, 1), 1, reverse=backwards)
+            first["first_" + name] = sums[:, 1:] if backwards else sums[:, :-1]
+    elif not known:
+        first = {"first_" + n: a[:, None] for n, a in zip(("gram", "moment"), start(), strict=True)}
+    kernel = partial(kernel, alone=False)
+    return run(shape, kernel, inputs | first, outputs, blocks=parts * strips, in_place=in_place)
 
 
 def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Array:
@@ -208,7 +281,7 @@ def _factor(matrix: Any, refs: Refs, chunk: Any, ridge: float, least: Any, beta:
     """
     scratch, inverse = refs["new_scratch"], refs["new_inverse"]
     tiles = inverse.shape[-1] // _TILE
-    zero = jnp.zeros((_TILE, _TILE), jnp.float64)
+    zero = jnp.zeros((_TILE, _TILE), scratch.dtype)
 
     def lines(i: Any) -> Array:
         return i * _TILE + indices(_TILE)
@@ -265,7 +338,7 @@ def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
         return i * _TILE + indices(_TILE)
 
     def least(i: Any) -> Array:
-        return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(jnp.float64)
+        return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(shape.state)
 
     def matrix(i: Any, j: Any) -> Array:
         return load(refs["gram"], lines(i), lines(j), number=chunk)
@@ -280,48 +353,44 @@ def _factor_chunks(shape: Shape, refs: Refs, chunk: Any) -> None:
         return i * _TILE + indices(_TILE)
 
     def white(i: Any, j: Any) -> Array:
-        return load(refs["white"], lines(i), lines(j), number=chunk).astype(jnp.float64)
+        return load(refs["white"], lines(i), lines(j), number=chunk).astype(shape.state)
 
     def beta(i: Any) -> Array | None:
         weights = weights_of(shape, refs, chunk * CHUNK + lines(i))
-        return None if weights is None else weights.astype(jnp.float64)
+        return None if weights is None else weights.astype(shape.state)
 
     def matrix(i: Any, j: Any) -> Array:
         return loop(
             shape.key_tile // _TILE,
             lambda k, sum: sum + dot(white(i, k), white(j, k), (1, 1)),
-            jnp.zeros((_TILE, _TILE), jnp.float64),
+            jnp.zeros((_TILE, _TILE), shape.state),
         )
 
-    _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), jnp.float64), beta)
+    _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), shape.state), beta)
 
 
 def before_chunks(shape: Shape, seq: Sequence, want_state: bool) -> tuple[Array, Array]:
-    """W and Sᵀ before every chunk, and after the last if wanted."""
-    count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
-    states = count + want_state
+    """W and S before every chunk, and after the last if wanted."""
+    key, value = shape.key_tile, shape.value_tile
+    states = shape.blocks(CHUNK) + want_state
 
-    def both(count: int) -> dict[str, jax.ShapeDtypeStruct]:
-        gram = empty(shape, count, key, key, dtype=jnp.float64)
-        return dict(gram=gram, moment=empty(shape, count, key, value))
+    def start() -> _Sums:
+        lam = jnp.pad(seq.lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
+        gram = jnp.eye(key, dtype=shape.state) / lam[:, None].astype(shape.state)
+        return gram, jnp.zeros((shape.batch, value, key), shape.dtype)
 
     with jax.enable_x64(True):
-        added = run(
+        sums = _running(
             shape,
             _sums,
-            # Keys in float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton
-            # pull request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
-            dict(k=seq.keys.astype(shape.dtype), v=seq.values, beta=seq.beta),
-            both(count),
-            blocks=count * programs(shape.widest),
-        )
-        sums = run(
-            shape,
-            _before,
-            added | dict(lam=seq.lam),
-            both(states),
-            blocks=key // _TILE,
-            in_place={} if want_state else dict(gram="gram", moment="moment"),
+            dict(k=seq.keys, v=seq.values, beta=seq.beta, lam=seq.lam),
+            dict(
+                gram=empty(shape, states, key, key, dtype=shape.state),
+                moment=empty(shape, states, value, key),
+            ),
+            start,
+            known=True,
+            in_place={},
         )
         root = run(
             shape,
@@ -343,18 +412,39 @@ def within_chunks(shape: Shape, white: Array, beta: Array | None) -> Array:
 
 
 def after_chunks(
-    shape: Shape, added: dict[str, Array], lam: Array, ahead: tuple[Array, Array] | None
+    shape: Shape,
+    given: dict[str, Array],
+    lam: Array,
+    ahead: tuple[Array, Array] | None,
+    in_place: dict[str, str],
 ) -> dict[str, Array]:
-    """Sums from the end of `gram` and `moment`, and the diagonal of all of the first."""
-    first = dict(first_gram=ahead[0], first_moment=ahead[1]) if ahead is not None else {}
-    outputs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in added.items()}
+    """Sums W (`gram`) and Pᵀ (`moment`) from the end, over all tokens after every chunk; the diagonal of all of W.
+
+    Args:
+        given: x and z by chunk, g over all time, and what `in_place` names.
+        ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
+    """
+    count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
+
+    def start() -> _Sums:
+        zeros = (
+            jnp.zeros((shape.batch, key, key), shape.dtype),
+            jnp.zeros((shape.batch, value, key), shape.dtype),
+        )
+        if ahead is None:
+            return zeros
+        gram, moment = ahead[0], ahead[1].swapaxes(-1, -2)
+        return tuple(
+            a.at[:, : b.shape[1], : b.shape[2]].set(b) for a, b in zip(zeros, (gram, moment), strict=True)
+        )
+
+    outputs = dict(gram=empty(shape, count, key, key), moment=empty(shape, count, value, key))
     outputs |= dict(diagonal=jax.ShapeDtypeStruct(lam.shape, shape.dtype))
-    in_place = {name: name for name in added}
-    return run(shape, _after, added | first, outputs, blocks=shape.key_tile // _TILE, in_place=in_place)
+    return _running(shape, _after, given, outputs, start, known=ahead is None, in_place=in_place)
 
 
 def _factors(shape: Shape, count: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    scratch = empty(shape, count, size, size, dtype=jnp.float64)
+    scratch = empty(shape, count, size, size, dtype=shape.state)
     return dict(inverse=empty(shape, count, size, size), scratch=scratch)
 
 
