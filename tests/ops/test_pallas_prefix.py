@@ -53,6 +53,8 @@ def test_the_plan_names_them_where_they_apply(monkeypatch):
         slow(100, 64, 5, {"beta": True}),
         slow(65, 20, 100, {"beta": True}),
         slow(70, 100, 20, {"beta": True}),
+        slow(64, 128, 64, {}),
+        slow(64, 96, 64, {}),
     ],
 )
 def test_equals_the_definition(time, key, value, features):

@@ -36,6 +36,7 @@ from mesascope.ops.pallas_states import (
     each,
     empty,
     exact,
+    given,
     programs,
     run,
     share,
@@ -45,11 +46,6 @@ from mesascope.ops.pallas_states import (
     within_chunks,
 )
 from mesascope.ops.sequence import Sequence
-
-
-def _end(ref: Any, columns: Array) -> tuple[int, int] | None:
-    """The shape of an array over all time where a chunk may lie beyond it."""
-    return None if ref.shape[0] % CHUNK == ref.shape[1] % len(columns) == 0 else ref.shape
 
 
 class _Chunk(NamedTuple):
@@ -71,10 +67,8 @@ class _Chunk(NamedTuple):
         store(self.refs["new_" + name], rows, columns, None, value, number=self.number)
         barrier()
 
-    def given(self, name: str, columns: Array) -> Array:
-        """Of an array over all time."""
-        ref = self.refs[name]
-        return load(ref, tokens_of(self.number), columns, _end(ref, columns))
+    def given(self, name: str, columns: Array, tile: int = 0) -> Array:
+        return given(self.refs[name], self.number, columns, tile=tile)
 
     def dot(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
         return exact(self.shape, a, b, contract)
@@ -171,13 +165,7 @@ def _attend(shape: Shape, refs: Refs, number: Any) -> None:
             return chunk.dot(chunk.read("new_white_q", p), chunk.read("phi", p, columns), (1, 1))
 
         out = total(key, term, chunk.dot(chunk.weighted("new_scores"), chunk.read("f", columns)))
-        store(
-            refs["new_out"],
-            tokens_of(number),
-            columns,
-            _end(refs["new_out"], columns),
-            out.astype(refs["new_out"].dtype),
-        )
+        chunk.keep("out", out.astype(refs["new_out"].dtype), columns)
 
     each(shape.value_tile, part)
 
@@ -246,7 +234,7 @@ def _pull(shape: Shape, refs: Refs, block: Any) -> None:
     kappa = kappa + chunk.dot(-chunk.read("alpha"), part("z", lines, columns))
     kappa = total(shape.value_tile, of_values, kappa)
     keep("kappa", total(shape.key_tile, of_keys, kappa))
-    g = load(refs["g"], tokens_of(number), columns, (shape.time, shape.value))
+    g = chunk.given("g", columns, shape.widest)
     keep("nu", total(shape.key_tile, of_targets, chunk.dot(chunk.read("alpha"), g)))
 
 
@@ -256,11 +244,17 @@ def applies(seq: Sequence) -> bool:
     return plain and has_float64() and Shape.of(seq).key_tile >= 32
 
 
-def _narrowed(seq: Sequence, coarse: bool) -> tuple[Shape, Sequence, Any]:
-    """Queries, keys and values as kernels read them, and the dtype of these."""
-    dtype = jnp.bfloat16 if coarse else seq.keys.dtype
-    timed = {name: getattr(seq, name).astype(dtype) for name in ("queries", "keys", "values")}
-    return Shape.of(seq, coarse), seq._replace(**timed), dtype
+def _cut(shape: Shape, array: Array) -> Array:
+    """In chunks, of the dtype that kernels read: the last with zeros at its end if need be, which copies all."""
+    missing = shape.blocks(CHUNK) * CHUNK - shape.time
+    array = array.astype(jnp.bfloat16 if shape.coarse else shape.dtype)
+    array = jnp.pad(array, ((0, 0), (0, missing), (0, 0))) if missing else array
+    return array.reshape(shape.batch, -1, CHUNK, array.shape[-1])
+
+
+def _joined(shape: Shape, chunks: Array, width: int) -> Array:
+    whole = chunks.reshape(shape.batch, -1, chunks.shape[-1])
+    return whole[:, : shape.time, :width].astype(shape.dtype)
 
 
 def _by_chunk(
@@ -283,13 +277,13 @@ def _by_chunk(
 
 def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
     """Outputs and what the backward pass needs; if wanted, `factor` and `weights_t` of the final state."""
-    shape, seq, dtype = _narrowed(seq, coarse)
+    shape = Shape.of(seq, coarse)
+    q, k, v = (_cut(shape, a) for a in (seq.queries, seq.keys, seq.values))
     count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
     timed, square = empty(shape, count, CHUNK, key), empty(shape, count, CHUNK, CHUNK)
-    root, moment = before_chunks(shape, seq, want_state)
+    root, moment = before_chunks(shape, k, v, seq.lam, seq.beta, want_state)
     with jax.enable_x64(True):  # the same program in any case
-        given = dict(k=seq.keys, root=root)
-        white = run(shape, _whiten, given, dict(white=timed), blocks=count)["white"]
+        white = run(shape, _whiten, dict(k=k, root=root), dict(white=timed), blocks=count)["white"]
     kept = dict(root=root, inverse=within_chunks(shape, white, seq.beta))
     states = dict(n=timed, f=empty(shape, count, CHUNK, value), phi=empty(shape, count, value, key))
     in_place = {} if want_state else dict(moment="phi")
@@ -297,11 +291,11 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
         in_place |= dict(white="n")
     else:
         states, in_place = states | dict(inverse=square), in_place | dict(inverse="inverse")
-    out = empty(shape, shape.time, shape.value, dtype=dtype)
+    out = empty(shape, count, CHUNK, value, dtype=q.dtype)
     results = _by_chunk(
         shape,
         {_innovate: states, _attend: dict(out=out, white_q=timed, scores=square)},
-        dict(q=seq.queries, v=seq.values, beta=seq.beta, moment=moment, white=white) | kept,
+        dict(q=q, v=v, beta=seq.beta, moment=moment, white=white) | kept,
         in_place,
     )
     kept |= {name: results[name] for name in states}
@@ -309,7 +303,7 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
         last = root[:, -1, : shape.key, : shape.key]
         met = matmul(last, transpose(moment[:, -1, : shape.value, : shape.key]))
         kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), met))
-    return kept | dict(out=results["out"].astype(shape.dtype))
+    return kept | dict(out=_joined(shape, results["out"], shape.value))
 
 
 def backward(
@@ -320,42 +314,38 @@ def backward(
     Args:
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
     """
-    shape, seq, dtype = _narrowed(seq, coarse)
-    out_bar = out_bar.astype(dtype)
+    shape = Shape.of(seq, coarse)
+    q, k, v, g = (_cut(shape, a) for a in (seq.queries, seq.keys, seq.values, out_bar))
     count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
     timed, wide, square = (empty(shape, count, CHUNK, n) for n in (key, value, CHUNK))
     within = _by_chunk(
         shape,
         {_duals_of_queries: dict(x=timed, alpha=square), _duals_of_outputs: dict(z=timed, rho=square)},
-        dict(q=seq.queries, g=out_bar, beta=seq.beta)
-        | {name: saved[name] for name in ("root", "inverse", "n", "f", "phi")},
+        dict(q=q, g=g, beta=seq.beta) | {name: saved[name] for name in ("root", "inverse", "n", "f", "phi")},
         dict(n="z"),
     )
-    both = dict(x=within["x"], z=within["z"], g=out_bar)
-    over = dict(phi="moment")
-    if saved["root"].shape[1] == count:  # without the final state
-        over |= dict(root="gram")
-    later = after_chunks(shape, both | {name: saved[name] for name in over}, seq.lam, ahead, over)
+    both = dict(x=within["x"], z=within["z"], g=g)
+    root = saved["root"] if saved["root"].shape[1] == count else None  # else that of the final state is in it
+    gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, (root, saved["phi"]))
     pairs = run(
         shape,
         _pull,
-        dict(k=seq.keys, v=seq.values) | both | {n: within[n] for n in ("alpha", "rho")}
-        | {n: later[n] for n in ("gram", "moment")},
-        {n: jax.ShapeDtypeStruct(a.shape, dtype) for n, a in dict(kappa=timed, nu=wide).items()},
+        dict(k=k, v=v) | both | {n: within[n] for n in ("alpha", "rho")}
+        | dict(gram=gram, moment=moment),
+        {n: jax.ShapeDtypeStruct(a.shape, g.dtype) for n, a in dict(kappa=timed, nu=wide).items()},
         blocks=count * programs(shape.widest),
         in_place={} if coarse else dict(x="kappa"),
     )  # fmt: skip
 
-    def joined(chunks: Array, like: Array) -> Array:
-        whole = chunks.astype(shape.dtype).reshape(shape.batch, -1, chunks.shape[-1])
-        return whole[:, : shape.time, : like.shape[-1]]
-
     z, kappa, nu = (
-        joined(within["z"], seq.keys),
-        joined(pairs["kappa"], seq.keys),
-        joined(pairs["nu"], seq.values),
+        _joined(shape, array, width)
+        for array, width in (
+            (within["z"], shape.key),
+            (pairs["kappa"], shape.key),
+            (pairs["nu"], shape.value),
+        )
     )
-    gradients = dict(z=z, k_bar=kappa, v_bar=nu, lam_bar=0.5 * later["diagonal"])
+    gradients = dict(z=z, k_bar=kappa, v_bar=nu, lam_bar=0.5 * diagonal)
     if seq.beta is not None:
         beta = seq.beta[..., None]
         pull = jnp.sum(seq.keys * kappa, -1) + jnp.sum(seq.values * nu, -1)

@@ -33,13 +33,12 @@ from mesascope.ops.kernels import (
     store,
     store_vector,
 )
-from mesascope.ops.sequence import Sequence
 
 CHUNK = 64
 _TILE = 16
 _COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
 _STRIP = 32  # rows of a running sum that one program holds
-_PROGRAMS = 512  # so many fill the GPU
+_PROGRAMS = 256  # fewer leave much of a GPU idle
 
 Refs = dict[str, Any]
 
@@ -54,6 +53,13 @@ def exact(shape: Shape, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) 
 
 def tokens_of(chunk: Any) -> Array:
     return chunk * CHUNK + indices(CHUNK)
+
+
+def given(ref: Any, chunk: Any, columns: Array, lines: Array | None = None, tile: int = 0) -> Array:
+    """Columns of a chunk of what was given. Its width may be none of a tile's."""
+    lines = indices(CHUNK) if lines is None else lines
+    whole = ref.shape[-1] % max(tile, len(columns)) == 0
+    return load(ref, lines, columns, None if whole else ref.shape[-2:], number=chunk)
 
 
 def weights_of(shape: Shape, refs: Refs, tokens: Array) -> Array | None:
@@ -113,104 +119,124 @@ def total(
     return loop_between(first, np.int32(tile // width) if last is None else last + 1, step, start)
 
 
-def _sums(shape: Shape, refs: Refs, block: Any, **walk: Any) -> None:
-    """H and S before every chunk. By half chunks: registers are few."""
+def _grams_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
+    """Some rows of H before every chunk. By half chunks: registers are few."""
 
-    def summands(chunk: Any, rows: Array, sums: _Sums) -> _Sums:
-        gram, moment = sums
+    def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
         for half in range(2):
-            tokens = chunk * CHUNK + half * CHUNK // 2 + indices(CHUNK // 2)
-            beta = weights_of(shape, refs, tokens)
-            k, some = (
-                load(refs["k"], tokens, a, (shape.time, shape.key)) for a in (indices(shape.key_tile), rows)
+            lines = half * CHUNK // 2 + indices(CHUNK // 2)
+            beta = weights_of(shape, refs, chunk * CHUNK + lines)
+            barrier()
+            a, k = (given(refs["k"], chunk, some, lines, shape.key_tile) for some in (rows, columns))
+            if beta is not None:
+                a = beta[:, None] * a.astype(shape.dtype)
+            if not shape.coarse:
+                a, k = a.astype(sum.dtype), k.astype(sum.dtype)
+            sum = sum + dot(a, k, (0, 0))
+        return sum
+
+    _over_chunks(shape, refs, block, add, rows=_STRIP, columns=shape.key_tile, **over)
+
+
+def _moments_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
+    """A piece of S before every chunk."""
+
+    def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
+        v, beta = given(refs["v"], chunk, rows), weights_of(shape, refs, tokens_of(chunk))
+        if beta is not None:
+            v = beta[:, None] * v.astype(shape.dtype)
+        return sum + exact(shape, v, given(refs["k"], chunk, columns), (0, 0))
+
+    _over_chunks(shape, refs, block, add, **over)
+
+
+def _grams_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
+    """A piece of W over all tokens after every chunk."""
+
+    def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
+        def product(a: str, b: str) -> Array:
+            a, b = (
+                load(refs[name], indices(CHUNK), some, number=chunk)
+                for name, some in ((a, rows), (b, columns))
             )
-            v = load(refs["v"], tokens, indices(shape.value_tile), (shape.time, shape.value))
-            weighted = some if beta is None else beta[:, None] * some.astype(shape.dtype)
-            if shape.coarse:
-                gram = gram + dot(weighted, k, (0, 0))
-            else:
-                gram = gram + dot(weighted.astype(gram.dtype), k.astype(gram.dtype), (0, 0))
-            moment = moment + dot(weighted, v, (0, 0), six=(0, 0) in SIX)
-        return gram, moment
+            return exact(shape, a, b, (0, 0))
 
-    _run_over(shape, refs, block, summands, backwards=False, **walk)
+        met = product("x", "z")
+        if len(columns) == shape.key_tile:
+            return sum + (met + met.T)
+        barrier()
+        return sum + met + product("z", "x")
 
-
-def _after(shape: Shape, refs: Refs, block: Any, **walk: Any) -> None:
-    """W and P over all tokens after every chunk."""
-
-    def summands(chunk: Any, rows: Array, sums: _Sums) -> _Sums:
-        tokens, keys = indices(CHUNK), indices(shape.key_tile)
-        gram, moment = sums
-        for one, other in (("x", "z"), ("z", "x")):
-            a = load(refs[one], tokens, rows, number=chunk)
-            gram = gram + exact(shape, a, load(refs[other], tokens, keys, number=chunk), (0, 0))
-            barrier()  # nothing is loaded before it is needed: registers are few
-        g = load(refs["g"], tokens_of(chunk), indices(shape.value_tile), (shape.time, shape.value))
-        x = load(refs["x"], tokens, rows, number=chunk)
-        return gram, moment + exact(shape, x, g, (0, 0))
-
-    _run_over(shape, refs, block, summands, backwards=True, **walk)
+    _over_chunks(shape, refs, block, add, backwards=True, **over)
 
 
-_Sums = tuple[Array, Array]
+def _moments_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
+    """A piece of Pᵀ over all tokens after every chunk."""
+
+    def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
+        x = load(refs["x"], indices(CHUNK), columns, number=chunk)
+        return sum + exact(shape, given(refs["g"], chunk, rows), x, (0, 0))
+
+    _over_chunks(shape, refs, block, add, backwards=True, **over)
 
 
-def _run_over(
+def _over_chunks(
     shape: Shape,
     refs: Refs,
     block: Any,
-    summands: Callable[[Any, Array, _Sums], _Sums],
+    add: Callable[[Array, Any, Array, Array], Array],
     *,
-    backwards: bool,
     stretch: int,
     alone: bool,
+    rows: int = _COLUMNS,
+    columns: int = _COLUMNS,
+    backwards: bool = False,
 ) -> None:
-    """Some rows of two running sums over a stretch of chunks, written before every chunk (or after it).
+    """A piece of a running sum over a stretch of chunks, written before every chunk (or after it).
 
-    They begin with diag(1/λ) and zero, or with what is given, or with zeros. The first is symmetric: below the
-    diagonal it is enough. The second is transposed in memory.
+    It begins with what is given, or with diag(1/λ), or with zeros.
 
     Args:
+        add: adds some rows and columns of what a chunk has.
         alone: write no more than what the stretch adds.
+        rows, columns: the size of a piece.
     """
-    strips, count = np.int32(shape.key_tile // _STRIP), shape.blocks(CHUNK)
-    part = lax.div(block, strips)
-    rows = piece(lax.rem(block, strips), _STRIP)
-    columns, values = indices(shape.key_tile), indices(shape.value_tile)
-    lower = (shape.key_tile, (lax.rem(block, strips) + 1) * _STRIP) if not backwards else None
+    ref, count = refs["new_sum"], shape.blocks(CHUNK)
+    sides = min(rows, ref.shape[-2]), min(columns, ref.shape[-1])
+    down, across = (np.int32(n // side) for n, side in zip(ref.shape[-2:], sides, strict=True))
+    part = lax.div(block, down * across)
+    at = lax.rem(block, down), lax.rem(lax.div(block, down), across)
+    row, column = (piece(i, side) for i, side in zip(at, sides, strict=True))
+    diagonal = row[:, None] == column[None, :]
 
-    def write(number: Any, sums: _Sums, shown: Any = None) -> None:
-        gram, moment = sums
-        height = None if shown is None else (shown.astype(jnp.int32) * shape.widest, shape.widest)
-        store(refs["new_gram"], rows, columns, lower if height is None else height, gram, number=number)
-        store(refs["new_moment"], values, rows, height, moment.T, number=number)
+    def write(number: Any, sum: Array, shown: Any = None) -> None:
+        end = None if shown is None else (shown.astype(jnp.int32) * ref.shape[-2], ref.shape[-1])
+        store(ref, row, column, end, sum, number=number)
 
-    gram = jnp.zeros((_STRIP, shape.key_tile), shape.state if not backwards else shape.dtype)
-    moment = jnp.zeros((_STRIP, shape.value_tile), shape.dtype)
-    if "first_gram" in refs:
-        gram = load(refs["first_gram"], rows, columns, number=part)
-        moment = load(refs["first_moment"], values, rows, number=part).T
+    sum = jnp.zeros(sides, ref.dtype)
+    if "first" in refs:
+        sum = load(refs["first"], row, column, number=part)
     elif "lam" in refs and not alone:
-        penalty = 1 / load_vector(refs["lam"], columns, shape.key, 1.0).astype(gram.dtype)
-        gram = jnp.where(rows[:, None] == columns[None, :], penalty[None, :], 0.0)
+        penalty = 1 / load_vector(refs["lam"], column, shape.key, 1.0).astype(ref.dtype)
+        sum = jnp.where(diagonal, penalty[None, :], 0.0)
     first = part * stretch
     last = jnp.minimum(first + stretch, count)
 
-    def step(index: Any, sums: _Sums) -> _Sums:
+    def step(index: Any, sum: Array) -> Array:
         chunk = first + last - 1 - index if backwards else index
         if not alone:
-            write(chunk, sums)
-        return summands(chunk, rows, sums)
+            write(chunk, sum)
+        return add(sum, chunk, row, column)
 
-    sums = loop_between(first, last, step, (gram, moment))
+    sum = loop_between(first, last, step, sum)
     if alone:
-        write(part, sums)
-    elif refs["new_gram"].shape[0] > count:
-        write(np.int32(count), sums, last == count)
+        write(part, sum)
+    elif ref.shape[0] > count:
+        write(np.int32(count), sum, last == count)
     if "new_diagonal" in refs:
-        diagonal = jnp.sum(jnp.where(rows[:, None] == columns[None, :], sums[0], 0.0), 1)
-        store_vector(refs["new_diagonal"], rows, (first == 0).astype(jnp.int32) * shape.key, diagonal)
+        shown = ((first == 0) & (at[0] == at[1])).astype(jnp.int32)
+        found = jnp.sum(jnp.where(diagonal, sum, 0.0), 1)
+        store_vector(refs["new_diagonal"], row, shown * shape.key, found)
 
 
 def _running(
@@ -218,34 +244,34 @@ def _running(
     kernel: Callable,
     inputs: dict[str, Array | None],
     outputs: dict[str, jax.ShapeDtypeStruct],
-    start: Callable[[], _Sums],
+    begin: Array,
     *,
     known: bool,
-    in_place: dict[str, str],
+    in_place: dict[str, str] | None = None,
+    rows: int = _COLUMNS,
+    columns: int = _COLUMNS,
 ) -> dict[str, Array]:
-    """Running sums by one of these two kernels; where heads are few, over stretches of time side by side.
+    """Running sums of one kind; where heads are few, over stretches of time side by side.
 
     Args:
-        start: makes what the sums begin with.
-        known: the kernel begins with the same by itself.
+        begin: what they begin with.
+        known: the kernel begins so by itself.
     """
-    count, strips, backwards = shape.blocks(CHUNK), shape.key_tile // _STRIP, kernel is _after
-    stretch = -(-count // -(-_PROGRAMS // (shape.batch * strips)))
-    parts, first = -(-count // stretch), {}
+    count, sum = shape.blocks(CHUNK), outputs["sum"]
+    pieces = max(1, sum.shape[-2] // rows) * max(1, sum.shape[-1] // columns)
+    stretch = -(-count // -(-_PROGRAMS // (shape.batch * pieces)))
+    parts, backwards = -(-count // stretch), kernel in (_grams_after, _moments_after)
     kernel = partial(kernel, stretch=stretch)
     if parts > 1:
-        added = {
-            n: empty(shape, parts, *outputs[n].shape[2:], dtype=outputs[n].dtype) for n in ("gram", "moment")
-        }
-        added = run(shape, partial(kernel, alone=True), inputs, added, blocks=parts * strips)
-        for begin, (name, array) in zip(start(), added.items(), strict=True):
-            ends = [array, begin[:, None]] if backwards else [begin[:, None], array]
-            sums = lax.cumsum(jnp.concatenate(ends, 1), 1, reverse=backwards)
-            first["first_" + name] = sums[:, 1:] if backwards else sums[:, :-1]
+        added = dict(sum=empty(shape, parts, *sum.shape[2:], dtype=sum.dtype))
+        added = run(shape, partial(kernel, alone=True), inputs, added, blocks=parts * pieces)["sum"]
+        ends = [added, begin[:, None]] if backwards else [begin[:, None], added]
+        sums = lax.cumsum(jnp.concatenate(ends, 1), 1, reverse=backwards)
+        inputs = inputs | dict(first=sums[:, 1:] if backwards else sums[:, :-1])
     elif not known:
-        first = {"first_" + n: a[:, None] for n, a in zip(("gram", "moment"), start(), strict=True)}
+        inputs = inputs | dict(first=begin[:, None])
     kernel = partial(kernel, alone=False)
-    return run(shape, kernel, inputs | first, outputs, blocks=parts * strips, in_place=in_place)
+    return run(shape, kernel, inputs, outputs, blocks=parts * pieces, in_place=in_place)
 
 
 def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Array:
@@ -369,38 +395,41 @@ def _factor_chunks(shape: Shape, refs: Refs, chunk: Any) -> None:
     _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), shape.state), beta)
 
 
-def before_chunks(shape: Shape, seq: Sequence, want_state: bool) -> tuple[Array, Array]:
+def before_chunks(
+    shape: Shape, keys: Array, values: Array, lam: Array, beta: Array | None, want_state: bool
+) -> tuple[Array, Array]:
     """W and S before every chunk, and after the last if wanted."""
-    key, value = shape.key_tile, shape.value_tile
-    states = shape.blocks(CHUNK) + want_state
-
-    def start() -> _Sums:
-        lam = jnp.pad(seq.lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
-        gram = jnp.eye(key, dtype=shape.state) / lam[:, None].astype(shape.state)
-        return gram, jnp.zeros((shape.batch, value, key), shape.dtype)
-
+    key, value, states = shape.key_tile, shape.value_tile, shape.blocks(CHUNK) + want_state
+    pairs = dict(k=keys, beta=beta)
     with jax.enable_x64(True):
-        sums = _running(
+        padded = jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
+        gram = _running(
             shape,
-            _sums,
-            dict(k=seq.keys, v=seq.values, beta=seq.beta, lam=seq.lam),
-            dict(
-                gram=empty(shape, states, key, key, dtype=shape.state),
-                moment=empty(shape, states, value, key),
-            ),
-            start,
+            _grams_before,
+            pairs | dict(lam=lam),
+            dict(sum=empty(shape, states, key, key, dtype=shape.state)),
+            jnp.eye(key, dtype=shape.state) / padded[:, None].astype(shape.state),
             known=True,
-            in_place={},
-        )
+            rows=_STRIP,
+            columns=key,
+        )["sum"]
+        moment = _running(
+            shape,
+            _moments_before,
+            pairs | dict(v=values),
+            dict(sum=empty(shape, states, value, key)),
+            jnp.zeros((shape.batch, value, key), shape.dtype),
+            known=True,
+        )["sum"]
         root = run(
             shape,
             _factor_states,
-            dict(gram=sums["gram"], lam=seq.lam),
+            dict(gram=gram, lam=lam),
             _factors(shape, states, key),
             blocks=states,
             in_place=dict(gram="scratch"),
         )["inverse"]
-    return root, sums["moment"]
+    return root, moment
 
 
 def within_chunks(shape: Shape, white: Array, beta: Array | None) -> Array:
@@ -416,31 +445,41 @@ def after_chunks(
     given: dict[str, Array],
     lam: Array,
     ahead: tuple[Array, Array] | None,
-    in_place: dict[str, str],
-) -> dict[str, Array]:
-    """Sums W (`gram`) and Pᵀ (`moment`) from the end, over all tokens after every chunk; the diagonal of all of W.
+    over: tuple[Array | None, Array],
+) -> tuple[Array, Array, Array]:
+    """W and Pᵀ over all tokens after every chunk, and the diagonal of all of W.
 
     Args:
-        given: x and z by chunk, g over all time, and what `in_place` names.
+        given: x and z by chunk, g over all time.
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
+        over: arrays of the sums' sizes, if there are any, whose memory these may take over.
     """
     count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
-
-    def start() -> _Sums:
-        zeros = (
-            jnp.zeros((shape.batch, key, key), shape.dtype),
-            jnp.zeros((shape.batch, value, key), shape.dtype),
-        )
-        if ahead is None:
-            return zeros
-        gram, moment = ahead[0], ahead[1].swapaxes(-1, -2)
-        return tuple(
-            a.at[:, : b.shape[1], : b.shape[2]].set(b) for a, b in zip(zeros, (gram, moment), strict=True)
-        )
-
-    outputs = dict(gram=empty(shape, count, key, key), moment=empty(shape, count, value, key))
-    outputs |= dict(diagonal=jax.ShapeDtypeStruct(lam.shape, shape.dtype))
-    return _running(shape, _after, given, outputs, start, known=ahead is None, in_place=in_place)
+    begin = [jnp.zeros((shape.batch, side, key), shape.dtype) for side in (key, value)]
+    if ahead is not None:
+        sums = ahead[0], ahead[1].swapaxes(-1, -2)
+        begin = [a.at[:, : b.shape[1], : b.shape[2]].set(b) for a, b in zip(begin, sums, strict=True)]
+    outputs = dict(sum=empty(shape, count, key, key), diagonal=jax.ShapeDtypeStruct(lam.shape, shape.dtype))
+    known, in_place = ahead is None, dict(over="sum")
+    grams = _running(
+        shape,
+        _grams_after,
+        dict(x=given["x"], z=given["z"], over=over[0]),
+        outputs,
+        begin[0],
+        known=known,
+        in_place=None if over[0] is None else in_place,
+    )
+    moments = _running(
+        shape,
+        _moments_after,
+        dict(x=given["x"], g=given["g"], over=over[1]),
+        dict(sum=empty(shape, count, value, key)),
+        begin[1],
+        known=known,
+        in_place=in_place,
+    )
+    return grams["sum"], moments["sum"], grams["diagonal"]
 
 
 def _factors(shape: Shape, count: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
