@@ -147,7 +147,10 @@ def main() -> None:
         "--shape", type=int, nargs=3, default=[384, 1024, 64], metavar=("BATCH", "TIME", "WIDTH")
     )
     parser.add_argument("--warps", type=int, help="instead of a kernel's own, unless that is one")
-    parser.add_argument("--six", action="store_true", help="products as six of bfloat16, not three of TF32")
+    parser.add_argument(
+        "--six", choices=["none", "some", "all"], help="products as six of bfloat16, not three of TF32"
+    )
+    parser.add_argument("--prefix-only", action="store_true", help="not the walks by blocks")
     parser.add_argument("--beta", action="store_true", help="pairs have weights")
     parser.add_argument("--bfloat16", action="store_true", help="inputs and outputs in bfloat16")
     given = parser.parse_args()
@@ -158,7 +161,9 @@ def main() -> None:
             environment = os.environ | in_place_of_a_toolkit(Path(folder))
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
     warnings.simplefilter("ignore")  # jax 0.11 calls the compiler of the kernels deprecated
-    kernels.interpreted, kernels.SIX = lambda: False, given.six
+    kernels.interpreted = lambda: False
+    some = pallas_states.SIX
+    pallas_states.SIX = dict(none=(), some=some, all=(*some, (1, 1), (0, 1)))[given.six or "some"]
     dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
     kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
@@ -176,7 +181,7 @@ def main() -> None:
     print(f"(batch·heads, time, width) = {tuple(given.shape)}\n")
     columns = ["warps", "ms"] if given.what == "time" else ["registers", "stack", "instructions", ""]
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
-    for pallas.PREFIX in (False, True):
+    for pallas.PREFIX in (True,) if given.prefix_only else (False, True):
         if given.what == "time":
             arrays = [jnp.asarray(a, dtype) for a in sequences(*given.shape)]
             both(*arrays)

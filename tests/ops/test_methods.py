@@ -1,7 +1,7 @@
 """Every method against `reference`: outputs, final states, every gradient."""
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import pytest
 
 from mesascope import GramState, MesaState
 from mesascope import mesa_attention as eager
+from mesascope.ops import methods
 from mesascope.ops.methods import Chebyshev, Chunked, ConjugateGradients, Neumann, Pallas, Prefix, Recursive
 from tests.helpers import assert_close, draw
 
@@ -179,3 +180,11 @@ def test_cg_stops_at_its_tolerance():
     one = mesa_attention(**a, method=ConjugateGradients(max_steps=1))
     norms = [float(jnp.linalg.norm(x - exact)) for x in (one, loose, tight)]
     assert norms[0] > norms[1] > 1e-8 > norms[2]
+
+
+def test_auto_takes_what_was_measured_for_wide_keys(monkeypatch):
+    monkeypatch.setattr(methods, "WIDE", Prefix(chunk_size=128))
+    settle = partial(methods.resolve, "auto", whitening_applies=True)
+    assert settle(kernels_apply=False, wide=True) == Prefix(chunk_size=128)
+    assert settle(kernels_apply=False) == Chunked()
+    assert settle(kernels_apply=True) == Pallas()

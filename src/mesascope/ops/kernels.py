@@ -55,13 +55,8 @@ class Shape(NamedTuple):
         return cls(batch, time, key, seq.values.shape[-1], seq.keys.dtype, coarse)
 
     @property
-    def state(self) -> Any:
-        """The dtype of the sums H, of P, and of their factors, in which rounding would be seen."""
-        return self.dtype if self.coarse else jnp.float64
-
-    @property
     def bits(self) -> int:
-        """How many digits of the factors of a product count."""
+        """How many digits of its factors count in a product that is not multiplied further."""
         return 16 if self.coarse else 24
 
     @property

@@ -23,6 +23,7 @@ from mesascope.ops.methods import (
     Prefix,
     Recursive,
     Reference,
+    has_kernels,
     resolve,
 )
 from mesascope.ops.recursive import reverse_time_solve, sherman_morrison
@@ -166,7 +167,8 @@ def mesa_attention(
     parts = None if state is None else {n: a for n, a in state._asdict().items() if n != "ridge"}
     inputs = prepare(queries, keys, values, lam, log_decay, beta, segment_ids, parts)
     kernels_apply = Pallas.is_fastest(inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype)
-    chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply)
+    wide = has_kernels() and inputs.keys.shape[-1] > Pallas.WIDEST and inputs.log_decay is None
+    chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply, wide=wide)
     _check_method(chosen, inputs, constant)
     if isinstance(chosen, Chunked | Prefix | Pallas):
         out, flat_state = _whitening_method(chosen, inputs, return_state)

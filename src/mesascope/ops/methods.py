@@ -134,14 +134,21 @@ NAMED: dict[str, Method] = {
 }
 
 
-def resolve(method: str | Method, *, whitening_applies: bool, kernels_apply: bool) -> Method:
+# What "auto" takes on a GPU for keys wider than any kernel takes, unless they forget: to be replaced by what
+# scripts/measure_methods.py finds to be fastest.
+WIDE: Method = Chunked()
+
+
+def resolve(
+    method: str | Method, *, whitening_applies: bool, kernels_apply: bool, wide: bool = False
+) -> Method:
     """Turn a name into a method; `"auto"` picks the fastest exact one for the problem."""
     if isinstance(method, Method):
         return method
     if method == "auto":
         if not whitening_applies:
             return ConjugateGradients()
-        return Pallas() if kernels_apply else Chunked()
+        return Pallas() if kernels_apply else WIDE if wide else Chunked()
     if isinstance(method, str) and method in NAMED:
         return NAMED[method]
     raise ValueError(f"method: expected 'auto', {', '.join(map(repr, NAMED))} or a Method, got {method!r}.")

@@ -5,15 +5,14 @@ queries and the weights in its coordinates, $\tilde K = K W^\top$, $\tilde Q = Q
 
     N = G⁻¹ K̃        F = G⁻¹ (V - K̃ Φ̃ᵀ)        O = Q̃ Φ̃ᵀ + tril(Q̃ Nᵀ) β F
 
-where G is for β = 1 the Cholesky factor of I + K̃ K̃ᵀ. Sums, W and G⁻¹, all of them in float64, are those of
-`pallas_states.py`. Nothing is divided by β, and nothing waits for another chunk but sums.
+where G is for β = 1 the Cholesky factor of I + K̃ K̃ᵀ. Sums, W and G⁻¹ are those of `pallas_states.py`. Nothing is
+divided by β, and nothing waits for another chunk but sums.
 
 The gradient is that of `pallas.py` with the chunk for a block (there: N, f, α, ρ, κ, ν, W and P), again all chunks at
 once, and then sums from the end.
 
-Where queries, keys, values and outputs are in bfloat16 they are read and written as such, the states stay in float32,
-and the last products on the way to an output are single TF32 products. No others may be: what is multiplied further
-has large parts that cancel (benchmarks/kernels.md).
+Where queries, keys, values and outputs are in bfloat16 they are read and written as such. H stays in float64, all else
+is in float32, and products that are not multiplied further take 16 digits of their factors (benchmarks/kernels.md).
 
 A kernel is a list of products of 64 × 64 × 64. What goes into one is loaded for it, and what comes out is stored, also
 where the next one takes it up: a thread then never holds more than one of them, and nothing is spilled.
@@ -70,8 +69,9 @@ class _Chunk(NamedTuple):
     def given(self, name: str, columns: Array, tile: int = 0) -> Array:
         return given(self.refs[name], self.number, columns, tile=tile)
 
-    def dot(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-        return exact(self.shape, a, b, contract)
+    def product(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+        """As exact as inputs and outputs are; `exact` is for what is multiplied further."""
+        return exact(a, b, contract, bits=self.shape.bits)
 
     def weights(self) -> Array | None:
         return weights_of(self.shape, self.refs, tokens_of(self.number))
@@ -90,7 +90,7 @@ class _Chunk(NamedTuple):
 
         def part(i: Any, rows: Array) -> None:
             def term(p: Array) -> Array:
-                return self.dot(self.given(name, p), self.read("root", p, rows), (1, 1))
+                return exact(self.given(name, p), self.read("root", p, rows), (1, 1))
 
             self.keep(place, total(self.shape.key_tile, term, last=i), rows)
 
@@ -101,7 +101,7 @@ class _Chunk(NamedTuple):
 
         def part(i: Any, columns: Array) -> None:
             def term(p: Array) -> Array:
-                return self.dot(self.read("new_" + name, p), self.read("root", columns, p))
+                return exact(self.read("new_" + name, p), self.read("root", columns, p))
 
             self.keep(name, total(self.shape.key_tile, term, first=i), columns)
 
@@ -125,28 +125,26 @@ def _innovate(shape: Shape, refs: Refs, number: Any) -> None:
             columns = back * len(columns) + indices(len(columns))
 
             def term(p: Array) -> Array:
-                return chunk.dot(chunk.read("moment", p, values), chunk.read("root", p, columns), (1, 1))
+                return exact(chunk.read("moment", p, values), chunk.read("root", p, columns), (1, 1))
 
             chunk.keep("phi", total(key, term, last=back), columns, values)
 
         each(key, phi)
-        met = total(
-            key, lambda p: chunk.dot(chunk.read("white", p), chunk.read("new_phi", p, values), (1, 1))
-        )
+        met = total(key, lambda p: exact(chunk.read("white", p), chunk.read("new_phi", p, values), (1, 1)))
         barrier()
         surprise = chunk.given("v", values).astype(met.dtype) - met
-        chunk.keep("f", chunk.dot(chunk.read("inverse"), surprise), values)
+        chunk.keep("f", exact(chunk.read("inverse"), surprise), values)
 
     def of_keys(_: Any, columns: Array) -> None:
-        chunk.keep("n", chunk.dot(chunk.read("inverse"), chunk.read("white", columns)), columns)
+        chunk.keep("n", exact(chunk.read("inverse"), chunk.read("white", columns)), columns)
 
     each(shape.value_tile, of_values)
     each(key, of_keys)
     beta = chunk.weights()
     if beta is not None:
         i, j = indices(CHUNK)[:, None], indices(CHUNK)[None, :]
-        met = total(key, lambda p: chunk.dot(chunk.read("white", p), chunk.read("new_n", p), (1, 1)))
-        met = chunk.dot(chunk.read("inverse"), jnp.where(i > j, met, 0.0))
+        met = total(key, lambda p: exact(chunk.read("white", p), chunk.read("new_n", p), (1, 1)))
+        met = exact(chunk.read("inverse"), jnp.where(i > j, met, 0.0))
         scale = jnp.sum(jnp.where(i == j, chunk.read("inverse"), 0.0), 0)
         chunk.keep("inverse", (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :])
 
@@ -157,14 +155,14 @@ def _attend(shape: Shape, refs: Refs, number: Any) -> None:
     chunk.whiten("q", "white_q")
     chunk.causal(
         "scores",
-        total(key, lambda p: chunk.dot(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1))),
+        total(key, lambda p: chunk.product(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1))),
     )
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
-            return chunk.dot(chunk.read("new_white_q", p), chunk.read("phi", p, columns), (1, 1))
+            return chunk.product(chunk.read("new_white_q", p), chunk.read("phi", p, columns), (1, 1))
 
-        out = total(key, term, chunk.dot(chunk.weighted("new_scores"), chunk.read("f", columns)))
+        out = total(key, term, chunk.product(chunk.weighted("new_scores"), chunk.read("f", columns)))
         chunk.keep("out", out.astype(refs["new_out"].dtype), columns)
 
     each(shape.value_tile, part)
@@ -174,32 +172,32 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
     """α and x."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
     chunk.whiten("q", "x")
-    chunk.causal("alpha", total(key, lambda p: chunk.dot(chunk.read("new_x", p), chunk.read("n", p), (1, 1))))
+    chunk.causal("alpha", total(key, lambda p: exact(chunk.read("new_x", p), chunk.read("n", p), (1, 1))))
 
     def part(_: Any, columns: Array) -> None:
-        met = chunk.dot(chunk.weighted("new_alpha"), chunk.read("n", columns))
+        met = exact(chunk.weighted("new_alpha"), chunk.read("n", columns))
         barrier()
         chunk.keep("x", chunk.read("new_x", columns) - met, columns)
 
     each(key, part)
-    chunk.keep("alpha", chunk.dot(chunk.read("inverse"), chunk.read("new_alpha"), (0, 1)))
+    chunk.keep("alpha", exact(chunk.read("inverse"), chunk.read("new_alpha"), (0, 1)))
     chunk.restore("x")
 
 
 def _duals_of_outputs(shape: Shape, refs: Refs, number: Any) -> None:
     """ρ and z."""
     chunk, value = _Chunk(shape, refs, number), shape.value_tile
-    chunk.causal("rho", total(value, lambda p: chunk.dot(chunk.given("g", p), chunk.read("f", p), (1, 1))))
+    chunk.causal("rho", total(value, lambda p: exact(chunk.given("g", p), chunk.read("f", p), (1, 1))))
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
-            return chunk.dot(chunk.given("g", p), chunk.read("phi", columns, p))
+            return exact(chunk.given("g", p), chunk.read("phi", columns, p))
 
-        z = total(value, term, chunk.dot(chunk.weighted("new_rho"), chunk.read("n", columns)))
+        z = total(value, term, exact(chunk.weighted("new_rho"), chunk.read("n", columns)))
         chunk.keep("z", z, columns)
 
     each(shape.key_tile, part)
-    chunk.keep("rho", chunk.dot(chunk.read("inverse"), chunk.read("new_rho"), (0, 1)))
+    chunk.keep("rho", exact(chunk.read("inverse"), chunk.read("new_rho"), (0, 1)))
     chunk.restore("z")
 
 
@@ -221,21 +219,21 @@ def _pull(shape: Shape, refs: Refs, block: Any) -> None:
         store(ref, lines, columns, within(ref), value.astype(ref.dtype), number=number)
 
     def of_values(p: Array) -> Array:
-        return chunk.dot(chunk.given("v", p), part("moment", p, columns))
+        return chunk.product(chunk.given("v", p), part("moment", p, columns))
 
     def of_keys(p: Array) -> Array:  # W is symmetric
-        return chunk.dot(-chunk.given("k", p), part("gram", columns, p), (1, 1))
+        return chunk.product(-chunk.given("k", p), part("gram", columns, p), (1, 1))
 
     def of_targets(p: Array) -> Array:
-        return chunk.dot(chunk.given("k", p), part("moment", columns, p), (1, 1))
+        return chunk.product(chunk.given("k", p), part("moment", columns, p), (1, 1))
 
-    kappa = chunk.dot(chunk.read("rho"), part("x", lines, columns))
+    kappa = chunk.product(chunk.read("rho"), part("x", lines, columns))
     barrier()
-    kappa = kappa + chunk.dot(-chunk.read("alpha"), part("z", lines, columns))
+    kappa = kappa + chunk.product(-chunk.read("alpha"), part("z", lines, columns))
     kappa = total(shape.value_tile, of_values, kappa)
     keep("kappa", total(shape.key_tile, of_keys, kappa))
     g = chunk.given("g", columns, shape.widest)
-    keep("nu", total(shape.key_tile, of_targets, chunk.dot(chunk.read("alpha"), g)))
+    keep("nu", total(shape.key_tile, of_targets, chunk.product(chunk.read("alpha"), g)))
 
 
 def applies(seq: Sequence) -> bool:

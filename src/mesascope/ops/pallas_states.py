@@ -1,13 +1,15 @@
 r"""What `pallas_prefix.py` needs of the pairs before and after every chunk: sums, and the factors of what is summed up.
 
-    H = diag(1/λ) + Σ β k kᵀ,   Sᵀ = Σ β k vᵀ   over all pairs before a chunk        H = L Lᵀ,   W = L⁻¹
+    H = diag(1/λ) + Σ β k kᵀ,   S = Σ β v kᵀ   over all pairs before a chunk        H = L Lᵀ,   W = L⁻¹
     P = K̃ K̃ᵀ,   c_j = column j of P / √s_j,   s_j = 1 + β_j P_jj,   P ← P - β_j c_j c_jᵀ        j = 0, 1, …
     G = tril(c, -1) diag(β) + diag(√s)            G⁻¹ = its inverse
 
 What is factored must be known to more than float32: 1/λ drowns in the rounding of H, and 1 in that of P (README.md).
 So H, P and their factors are in float64, which the matrix units of a data-center GPU do as fast as three TF32
-products. A factorization is a chain of dependent steps. It is done by one warp per matrix, whose sums need no shared
-memory, in tiles of 16 × 16 with all between them as matrix products, and with thousands of matrices side by side.
+products; with inputs in bfloat16, P and its factor in float32. A factorization is a chain of dependent steps. It is
+done by one warp per matrix, whose sums need no shared memory, in tiles of 16 × 16 with all between them as matrix
+products, and with thousands of matrices side by side. Running sums stay in registers over chunks: one program walks
+a piece of them, and where heads are few, a stretch of time.
 """
 
 from collections.abc import Callable
@@ -42,13 +44,12 @@ _PROGRAMS = 256  # fewer leave much of a GPU idle
 
 Refs = dict[str, Any]
 
-# Which products of float32 are six of bfloat16: by default those in which TF32 needs a transposed copy of a factor.
-SIX: tuple[tuple[int, int], ...] = ((1, 0), (0, 0), (0, 1))
+# Which products of float32 are six of bfloat16. In these TF32 needs a factor transposed, a number at a time.
+SIX: tuple[tuple[int, int], ...] = ((1, 0), (0, 0))
 
 
-def exact(shape: Shape, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """A product as exact as inputs and outputs ask for."""
-    return dot(a, b, contract, bits=shape.bits, six=contract in SIX)
+def exact(a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, bits: int = 24) -> Array:
+    return dot(a, b, contract, bits=bits, six=contract in SIX)
 
 
 def tokens_of(chunk: Any) -> Array:
@@ -128,24 +129,25 @@ def _grams_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
             beta = weights_of(shape, refs, chunk * CHUNK + lines)
             barrier()
             a, k = (given(refs["k"], chunk, some, lines, shape.key_tile) for some in (rows, columns))
-            if beta is not None:
-                a = beta[:, None] * a.astype(shape.dtype)
-            if not shape.coarse:
-                a, k = a.astype(sum.dtype), k.astype(sum.dtype)
-            sum = sum + dot(a, k, (0, 0))
+            a = a if beta is None else beta[:, None] * a
+            sum = sum + dot(a.astype(sum.dtype), k.astype(sum.dtype), (0, 0))
         return sum
 
     _over_chunks(shape, refs, block, add, rows=_STRIP, columns=shape.key_tile, **over)
 
 
 def _moments_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
-    """A piece of S before every chunk."""
+    """A piece of S before every chunk. By half chunks: rounding errors are smaller."""
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
-        v, beta = given(refs["v"], chunk, rows), weights_of(shape, refs, tokens_of(chunk))
-        if beta is not None:
-            v = beta[:, None] * v.astype(shape.dtype)
-        return sum + exact(shape, v, given(refs["k"], chunk, columns), (0, 0))
+        for half in range(2):
+            lines = half * CHUNK // 2 + indices(CHUNK // 2)
+            beta = weights_of(shape, refs, chunk * CHUNK + lines)
+            v, k = (given(refs[name], chunk, some, lines) for name, some in (("v", rows), ("k", columns)))
+            if beta is not None:
+                v = beta[:, None] * v.astype(shape.dtype)
+            sum = sum + exact(v, k, (0, 0))
+        return sum
 
     _over_chunks(shape, refs, block, add, **over)
 
@@ -159,7 +161,7 @@ def _grams_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
                 load(refs[name], indices(CHUNK), some, number=chunk)
                 for name, some in ((a, rows), (b, columns))
             )
-            return exact(shape, a, b, (0, 0))
+            return dot(a, b, (0, 0))  # six products would take more registers
 
         met = product("x", "z")
         if len(columns) == shape.key_tile:
@@ -175,7 +177,7 @@ def _moments_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
         x = load(refs["x"], indices(CHUNK), columns, number=chunk)
-        return sum + exact(shape, given(refs["g"], chunk, rows), x, (0, 0))
+        return sum + exact(given(refs["g"], chunk, rows), x, (0, 0), bits=shape.bits)
 
     _over_chunks(shape, refs, block, add, backwards=True, **over)
 
@@ -364,7 +366,7 @@ def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
         return i * _TILE + indices(_TILE)
 
     def least(i: Any) -> Array:
-        return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(shape.state)
+        return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(jnp.float64)
 
     def matrix(i: Any, j: Any) -> Array:
         return load(refs["gram"], lines(i), lines(j), number=chunk)
@@ -375,24 +377,26 @@ def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
 def _factor_chunks(shape: Shape, refs: Refs, chunk: Any) -> None:
     """G⁻¹ for P = K̃ K̃ᵀ."""
 
+    dtype = refs["new_scratch"].dtype
+
     def lines(i: Any) -> Array:
         return i * _TILE + indices(_TILE)
 
     def white(i: Any, j: Any) -> Array:
-        return load(refs["white"], lines(i), lines(j), number=chunk).astype(shape.state)
+        return load(refs["white"], lines(i), lines(j), number=chunk).astype(dtype)
 
     def beta(i: Any) -> Array | None:
         weights = weights_of(shape, refs, chunk * CHUNK + lines(i))
-        return None if weights is None else weights.astype(shape.state)
+        return None if weights is None else weights.astype(dtype)
 
     def matrix(i: Any, j: Any) -> Array:
         return loop(
             shape.key_tile // _TILE,
             lambda k, sum: sum + dot(white(i, k), white(j, k), (1, 1)),
-            jnp.zeros((_TILE, _TILE), shape.state),
+            jnp.zeros((_TILE, _TILE), dtype),
         )
 
-    _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), shape.state), beta)
+    _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
 
 
 def before_chunks(
@@ -400,15 +404,16 @@ def before_chunks(
 ) -> tuple[Array, Array]:
     """W and S before every chunk, and after the last if wanted."""
     key, value, states = shape.key_tile, shape.value_tile, shape.blocks(CHUNK) + want_state
-    pairs = dict(k=keys, beta=beta)
     with jax.enable_x64(True):
         padded = jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
         gram = _running(
             shape,
             _grams_before,
-            pairs | dict(lam=lam),
-            dict(sum=empty(shape, states, key, key, dtype=shape.state)),
-            jnp.eye(key, dtype=shape.state) / padded[:, None].astype(shape.state),
+            # Keys in float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton
+            # pull request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
+            dict(k=keys.astype(shape.dtype), beta=beta, lam=lam),
+            dict(sum=empty(shape, states, key, key, dtype=jnp.float64)),
+            jnp.eye(key, dtype=jnp.float64) / padded[:, None].astype(jnp.float64),
             known=True,
             rows=_STRIP,
             columns=key,
@@ -416,7 +421,7 @@ def before_chunks(
         moment = _running(
             shape,
             _moments_before,
-            pairs | dict(v=values),
+            dict(k=keys, v=values, beta=beta),
             dict(sum=empty(shape, states, value, key)),
             jnp.zeros((shape.batch, value, key), shape.dtype),
             known=True,
@@ -425,7 +430,7 @@ def before_chunks(
             shape,
             _factor_states,
             dict(gram=gram, lam=lam),
-            _factors(shape, states, key),
+            _factors(shape, states, key, jnp.float64),
             blocks=states,
             in_place=dict(gram="scratch"),
         )["inverse"]
@@ -437,7 +442,13 @@ def within_chunks(shape: Shape, white: Array, beta: Array | None) -> Array:
     count = shape.blocks(CHUNK)
     with jax.enable_x64(True):
         given = dict(white=white, beta=beta)
-        return run(shape, _factor_chunks, given, _factors(shape, count, CHUNK), blocks=count)["inverse"]
+        return run(
+            shape,
+            _factor_chunks,
+            given,
+            _factors(shape, count, CHUNK, shape.dtype if shape.coarse else jnp.float64),
+            blocks=count,
+        )["inverse"]
 
 
 def after_chunks(
@@ -482,8 +493,8 @@ def after_chunks(
     return grams["sum"], moments["sum"], grams["diagonal"]
 
 
-def _factors(shape: Shape, count: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    scratch = empty(shape, count, size, size, dtype=shape.state)
+def _factors(shape: Shape, count: int, size: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    scratch = empty(shape, count, size, size, dtype=dtype)
     return dict(inverse=empty(shape, count, size, size), scratch=scratch)
 
 
