@@ -214,7 +214,7 @@ def load_vector(ref: Any, places: Array, length: int, other: float | int = 0.0) 
     return plt.load(ref.at[places], mask=places < length, other=other)
 
 
-def store_vector(ref: Any, places: Array, length: int, value: Array) -> None:
+def store_vector(ref: Any, places: Array, length: Any, value: Array) -> None:
     plt.store(ref.at[places], value, mask=places < length)
 
 

@@ -156,11 +156,9 @@ def _grams_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
     """A piece of W over all tokens after every chunk."""
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
-        def product(a: str, b: str) -> Array:
-            a, b = (
-                load(refs[name], indices(CHUNK), some, number=chunk)
-                for name, some in ((a, rows), (b, columns))
-            )
+        def product(one: str, other: str) -> Array:
+            a = load(refs[one], indices(CHUNK), rows, number=chunk)
+            b = load(refs[other], indices(CHUNK), columns, number=chunk)
             return dot(a, b, (0, 0))  # six products would take more registers
 
         met = product("x", "z")
