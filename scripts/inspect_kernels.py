@@ -32,7 +32,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mesascope.bench import sequences
-from mesascope.ops import kernels, pallas, pallas_states
+from mesascope.ops import kernels, methods, pallas, pallas_states
 from mesascope.ops.sequence import Sequence
 
 KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--six", choices=["none", "some", "all"], help="products as six of bfloat16, not three of TF32"
     )
+    parser.add_argument("--abreast", type=int, help="how many chunks are taken at once")
     parser.add_argument("--prefix-only", action="store_true", help="not the walks by blocks")
     parser.add_argument("--beta", action="store_true", help="pairs have weights")
     parser.add_argument("--bfloat16", action="store_true", help="inputs and outputs in bfloat16")
@@ -164,6 +165,8 @@ def main() -> None:
     kernels.interpreted = lambda: False
     some = pallas_states.SIX
     pallas_states.SIX = dict(none=(), some=some, all=(*some, (1, 1), (0, 1)))[given.six or "some"]
+    if given.abreast:
+        pallas_states._ABREAST = dict.fromkeys(pallas_states._ABREAST, given.abreast)
     dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
     kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
@@ -181,7 +184,7 @@ def main() -> None:
     print(f"(batch·heads, time, width) = {tuple(given.shape)}\n")
     columns = ["warps", "ms"] if given.what == "time" else ["registers", "stack", "instructions", ""]
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
-    for pallas.PREFIX in (True,) if given.prefix_only else (False, True):
+    for methods.TRIED in (True,) if given.prefix_only else (False, True):
         if given.what == "time":
             arrays = [jnp.asarray(a, dtype) for a in sequences(*given.shape)]
             both(*arrays)

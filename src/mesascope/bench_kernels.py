@@ -198,9 +198,8 @@ def kernel_table(
     for shape in shapes:
         with console.status(f"timing {shape}"):
             beside = theirs(shape, repeats=repeats) if (has_peer() if peer is None else peer) else {}
-            kernels = max(shape.key, shape.value) <= Pallas.WIDEST
             for dtype in shape.dtypes:
-                for method in ("auto", "pallas") if kernels else ("auto",):
+                for method in _worth_timing(shape):
                     for row in ours(shape, dtype, method, repeats=repeats):
                         rows.append(row | beside.get(row["pass"], {}))
                         table.add_row(*_cells(rows[-1]))
@@ -208,6 +207,12 @@ def kernel_table(
     for line in growth(rows):
         console.print(line, highlight=False)
     return rows
+
+
+def _worth_timing(shape: Shape) -> list[str]:
+    """What `mesa_attention` takes by itself, and the kernels, if they take such heads and it does not take them."""
+    chosen = Pallas.is_fastest(shape.key, shape.value, jnp.float32, plain=True)
+    return ["auto"] if chosen or max(shape.key, shape.value) > Pallas.WIDEST else ["auto", "pallas"]
 
 
 def growth(rows: list[dict[str, Any]]) -> list[str]:

@@ -79,9 +79,11 @@ def test_what_there_is_can_be_published():
 
 
 def test_distilled_weights():
-    good = {"cosine": np.full((SEEDS, 2, 2), 0.95), "cosine_reached": np.full((SEEDS, 2, 2), 0.95)}
+    good = {"cosine": np.full((SEEDS, 2, 2), 0.95), "left": np.full((SEEDS, 2), 0.3)}
+    good["cosine_reached"] = good["cosine"]
     flips("si-distilled", good, {})
     flips("si-distilled", good, {"cosine": changed(good["cosine"], (..., 1, 0), 0.7)}, "si-distil-1")
+    flips("si-distilled", good, {"left": changed(good["left"], (..., 1), 0.7)}, "si-distil-2")
     square = {f"{a}_{b}": np.ones((SEEDS, 2, 8, 8)) for a in ("softmax", "linear") for b in fig5.PAIRS}
     shown = experiment("si-distilled").panels(planted("si-distilled", square))
     assert all(isinstance(panel, Maps) and len(panel.maps) == 4 for panel in shown)

@@ -1,4 +1,4 @@
-"""The kernels for wide heads that take every chunk at once: against the definition, and in float32.
+"""The kernels for wide heads that walk many legs at once: against the definition, and in float32.
 
 Without a GPU they are interpreted; `pytest -m gpu` compiles them.
 """
@@ -13,7 +13,7 @@ import pytest
 
 from mesascope import mesa_attention
 from mesascope.bench import in_groups, relative_error, sequences
-from mesascope.ops import kernels, pallas, pallas_states
+from mesascope.ops import kernels, methods, pallas, pallas_prefix, pallas_states
 from tests.helpers import assert_close, draw
 from tests.ops.test_accuracy import CELLS, FUSED, NAMES, OURS, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
@@ -27,10 +27,16 @@ def traced_afresh(monkeypatch):
     """Programs that others traced with other constants of these modules are not used again."""
     from mesascope.bench import _compiled
 
-    monkeypatch.setattr(pallas, "PREFIX", True)
+    monkeypatch.setattr(methods, "TRIED", True)
     _compiled.cache_clear()
     yield
     _compiled.cache_clear()
+
+
+def take_at_once(chunks, monkeypatch):
+    """So many chunks at most, or as many as by default."""
+    if chunks is not None:
+        monkeypatch.setattr(pallas_states, "_ABREAST", {64: chunks, 128: chunks})
 
 
 def test_the_plan_names_them_where_they_apply(monkeypatch):
@@ -40,8 +46,19 @@ def test_the_plan_names_them_where_they_apply(monkeypatch):
         sequence(50, 20), sequence(50, 64, decays=True), sequence(50, 64, runs=True), sequence(50, 64, state=True),
     ):  # fmt: skip
         assert not pallas.plan(other, False).prefix
-    monkeypatch.setattr(pallas, "PREFIX", False)
+    monkeypatch.setattr(methods, "TRIED", False)
     assert not pallas.plan(sequence(50, 64), False).prefix
+
+
+@pytest.mark.parametrize(
+    ("batch", "time", "expected"),
+    [(1, 1, (1, 1)), (384, 1024, (4, 4)), (5000, 1024, (1, 16)), (384, 300, (3, 2)), (8, 65_536, (171, 6))],
+)
+def test_a_sequence_is_cut_into_legs(batch, time, expected):
+    """As many as keep the device busy, and none of them empty."""
+    shape = kernels.Shape(batch, time, 64, 64, jnp.float32)
+    assert pallas_states.legs(shape) == expected
+    assert time <= pallas_states.chunks(shape) * pallas_states.CHUNK
 
 
 @pytest.mark.parametrize(
@@ -73,6 +90,16 @@ def test_equals_the_definition(time, key, value, features):
     assert_close(outcome(a, "pallas"), outcome(a, "reference"), scale=10)
 
 
+@pytest.mark.parametrize(
+    ("abreast", "unrolled"), [(4, 8), slow(4, 2), slow(2, 8)], ids=["two legs", "as a loop", "one leg"]
+)
+def test_chunks_of_a_leg_are_walked(abreast, unrolled, monkeypatch):
+    """Three of four chunks where there are two legs: the last is beyond the end."""
+    take_at_once(abreast, monkeypatch)
+    monkeypatch.setattr(pallas_prefix, "_UNROLLED", unrolled)
+    test_equals_the_definition(170, 40, 33, {"beta": True})
+
+
 @pytest.mark.parametrize(("time", "key"), [(40, 33), slow(130, 64)])
 def test_never_nan(time, key):
     weights = np.random.default_rng(0).integers(0, 2, (4, time)) if time == 40 else np.ones((4, time))
@@ -98,15 +125,19 @@ def test_where_heads_are_few_time_is_cut_into_stretches(together, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("abreast", [None, 32, 16], ids=["", "two legs", "one leg"])
 @pytest.mark.parametrize(("time", "width"), [(63, 64), (300, 64), (100, 128)])
-def test_at_most_four_times_the_classical_error(time, width):
+def test_at_most_four_times_the_classical_error(time, width, abreast, monkeypatch):
+    take_at_once(abreast, monkeypatch)
     for kind, lam in CELLS:
         assert_within_bound(kind, lam, time, width, FUSED)
 
 
-@pytest.mark.parametrize(("time", "width"), [(70, 40), slow(130, 64), slow(100, 128)])
-def test_bfloat16_loses_little_more_than_its_outputs_do(time, width):
+@pytest.mark.parametrize("abreast", [None, slow(2)], ids=["", "one leg"])
+@pytest.mark.parametrize(("time", "width"), [(70, 40), slow(130, 64), slow(300, 64), slow(100, 128)])
+def test_bfloat16_loses_little_more_than_its_outputs_do(time, width, abreast, monkeypatch):
     """Rounding these alone costs 1.7e-3. In between, products that are not multiplied further have 16 digits."""
+    take_at_once(abreast, monkeypatch)
     assert_bfloat16_is_close(time, width)
 
 
@@ -127,8 +158,10 @@ def test_nothing_of_16_bits_is_multiplied_in_float64(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("abreast", [None, 2, 8])
 @pytest.mark.parametrize(("time", "width"), [(130, 64), (1024, 64), (1024, 128)])
-def test_bfloat16_on_a_gpu(time, width):
+def test_bfloat16_on_a_gpu(time, width, abreast, monkeypatch):
+    take_at_once(abreast, monkeypatch)
     assert jax.default_backend() == "gpu"
     assert_bfloat16_is_close(time, width)
 
@@ -151,20 +184,23 @@ def assert_bfloat16_is_close(time, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("six", [(), pallas_states.SIX], ids=["three TF32", "some six bfloat16"])
+@pytest.mark.parametrize("abreast", [16, 64, None])
 @pytest.mark.parametrize(("time", "width"), [(63, 64), (1024, 64), (100, 128), (1024, 128)])
-def test_the_same_on_a_gpu(time, width, six, monkeypatch):
+def test_the_same_on_a_gpu(time, width, abreast, monkeypatch):
+    """Sixteen sequences in one leg each, in four, and in as many as there are chunks."""
     assert jax.default_backend() == "gpu"
-    monkeypatch.setattr(pallas_states, "SIX", six)
+    take_at_once(abreast, monkeypatch)
     for kind, lam in CELLS:
         assert_within_bound(kind, lam, time, width, FUSED)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", [{}, {"beta": True}], ids=["plain", "weights"])
+@pytest.mark.parametrize("abreast", [2, 4])
 @pytest.mark.parametrize(("time", "width"), [(1, 64), (150, 40), (200, 64), (200, 100)])
-def test_compiled_kernels_equal_the_definition(time, width, features):
+def test_compiled_kernels_equal_the_definition(time, width, features, abreast, monkeypatch):
     assert jax.default_backend() == "gpu"
+    take_at_once(abreast, monkeypatch)
     assert_equal_to_the_definition(time, width, features)
 
 
@@ -174,7 +210,7 @@ def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
     """No operation in them is unknown to the compiler of kernels, for which there need not be a GPU."""
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(pallas_states, "SIX", six)
-    assert len(lowered(width)) == 16
+    assert len(lowered(width)) == 17
 
 
 def lowered(width):

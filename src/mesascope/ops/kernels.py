@@ -224,19 +224,21 @@ def call(
     outputs: dict[str, jax.ShapeDtypeStruct],
     *,
     warps: int,
+    in_place: dict[str, str] | None = None,
 ) -> dict[str, Array]:
     """Run one program per entry of the leading axis, which all arrays share.
 
     Args:
         kernel: takes a dictionary of references, without that axis: the inputs that are not None by their names, the
             outputs by theirs with `new_` before them.
+        in_place: inputs whose memory an output may take over.
     """
 
     def alone(refs: dict[str, Any], _: Any) -> None:
         kernel(refs)
 
     alone.__name__ = _name(kernel)
-    return call_by_block(alone, inputs, outputs, blocks=1, warps=warps)
+    return call_by_block(alone, inputs, outputs, blocks=1, warps=warps, in_place=in_place)
 
 
 def _name(kernel: Callable) -> str:

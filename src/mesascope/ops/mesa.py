@@ -166,7 +166,10 @@ def mesa_attention(
         )
     parts = None if state is None else {n: a for n, a in state._asdict().items() if n != "ridge"}
     inputs = prepare(queries, keys, values, lam, log_decay, beta, segment_ids, parts)
-    kernels_apply = Pallas.is_fastest(inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype)
+    plain = log_decay is None and segment_ids is None and state is None
+    kernels_apply = Pallas.is_fastest(
+        inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype, plain=plain
+    )
     wide = has_kernels() and inputs.keys.shape[-1] > Pallas.WIDEST and inputs.log_decay is None
     chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply, wide=wide)
     _check_method(chosen, inputs, constant)
@@ -340,26 +343,52 @@ def mesa_step(
         if array.shape[-1] != width:
             raise ValueError(f"{name}: expected [..., {width}] to fit the state, got {array.shape}.")
     out_dtype = v.dtype
-    q, k, v = (a.astype(dtype)[..., None] for a in (q, k, v))
-    gamma = weight = jnp.ones((1, 1), dtype)
+    q, k, v = (a.astype(dtype) for a in (q, k, v))
+    gamma = weight = jnp.ones((1,), dtype)
     if log_decay is not None:
         require("log_decay", log_decay, lambda g: g <= 0, "logarithms of factors in (0, 1], so ≤ 0")
-        gamma = jnp.exp(jnp.asarray(log_decay, dtype))[..., None, None]
+        gamma = jnp.exp(jnp.asarray(log_decay, dtype))[..., None]
     if beta is not None:
         require("beta", beta, lambda b: b >= 0, "weights ≥ 0")
-        weight = jnp.asarray(beta, dtype)[..., None, None]
+        weight = jnp.asarray(beta, dtype)[..., None]
     if isinstance(state, GramState):
+        gamma, weight, q, k, v = (a[..., None] for a in (gamma, weight, q, k, v))
         gram = gamma * state.gram + weight * k * transpose(k)
         moment = gamma * state.moment + weight * v * transpose(k)
         out = matmul(moment, _ridge_solve(gram, state.ridge, q))
         return GramState(gram, moment, state.ridge), out[..., 0].astype(out_dtype)
-    factor, weights = state
+    step = _fused_step if Pallas.steps(d, value_dim, dtype) else _plain_step
+    factor, weights, out = step(*state, q, k, v, gamma, weight)
+    return MesaState(factor, weights), out.astype(out_dtype)
+
+
+def _plain_step(
+    factor: Array, weights: Array, q: Array, k: Array, v: Array, gamma: Array, beta: Array
+) -> tuple[Array, Array, Array]:
+    """The formulas of `mesa_step`; γ and β are [..., 1]."""
+    q, k, v, gamma, beta = (a[..., None] for a in (q, k, v, gamma, beta))
     b = matmul(transpose(factor), k)
-    s = gamma + weight * jnp.sum(b * b, -2, keepdims=True)
+    s = gamma + beta * jnp.sum(b * b, -2, keepdims=True)
     fb = matmul(factor, b)
-    weights = weights + (v - matmul(weights, k)) * transpose(weight * fb / s)
-    factor = (factor - weight / (s + jnp.sqrt(gamma * s)) * fb * transpose(b)) / jnp.sqrt(gamma)
-    return MesaState(factor, weights), matmul(weights, q)[..., 0].astype(out_dtype)
+    weights = weights + (v - matmul(weights, k)) * transpose(beta * fb / s)
+    factor = (factor - beta / (s + jnp.sqrt(gamma * s)) * fb * transpose(b)) / jnp.sqrt(gamma)
+    return factor, weights, matmul(weights, q)[..., 0]
+
+
+def _fused_step(*arrays: Array) -> tuple[Array, Array, Array]:
+    """The same in one kernel, one program per head."""
+    from mesascope.ops import pallas_step  # its compiler is not everywhere
+
+    ranks = (2, 2, 1, 1, 1, 1, 1)
+    leading = jnp.broadcast_shapes(*(a.shape[: a.ndim - rank] for a, rank in zip(arrays, ranks, strict=True)))
+    flat = (
+        jnp.broadcast_to(a, (*leading, *a.shape[a.ndim - rank :])).reshape(-1, *a.shape[a.ndim - rank :])
+        for a, rank in zip(arrays, ranks, strict=True)
+    )
+    factor, weights, out = (
+        a.reshape(*leading, *a.shape[1:]) for a in pallas_step.fused_step(_plain_step, *flat)
+    )
+    return factor, weights, out
 
 
 def _ridge_solve(gram: Array, ridge: Array, rhs: Array) -> Array:

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mesascope.ops import chunked, pallas_prefix
+from mesascope.ops import chunked, methods, pallas_prefix
 from mesascope.ops.chunked import canonical, default_chunk_size, final_adjoint, whitened
 from mesascope.ops.chunks import decay_since_start, sum_to_end
 from mesascope.ops.factor import matmul, transpose
@@ -54,9 +54,6 @@ from mesascope.ops.kernels import (
 )
 from mesascope.ops.sequence import Sequence
 
-# Whether wide heads take the kernels of pallas_prefix.py where those apply, instead of walking by blocks.
-# Off until they have run on a GPU as they now are (benchmarks/kernels.md).
-PREFIX = False
 _BLOCK = 16  # tokens taken at once, and rows of a triangular matrix inverted by substitution
 
 
@@ -419,7 +416,7 @@ def plan(seq: Sequence, want_state: bool, coarse: bool = False) -> Plan:
         want_state,
         blocks=plain and not _narrow(shape),
         blocks_back=not by_tokens,
-        prefix=PREFIX and not _narrow(shape) and pallas_prefix.applies(seq),
+        prefix=methods.TRIED and not _narrow(shape) and pallas_prefix.applies(seq),
         coarse=coarse,
     )
 

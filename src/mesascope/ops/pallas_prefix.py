@@ -1,50 +1,59 @@
-r"""Fused GPU kernels for wide heads: every chunk of a sequence at once, from prefix sums.
+r"""Fused GPU kernels for wide heads: a sequence in legs side by side, each of which is walked chunk by chunk.
 
-With H and S the sums over all pairs before a chunk, $H = L L^\top$ and $W = L^{-1}$, and with the chunk's keys,
-queries and the weights in its coordinates, $\tilde K = K W^\top$, $\tilde Q = Q W^\top$, $\tilde\Phi = S W^\top$,
+With R and Φ before a chunk, and the chunk's keys, values and queries,
 
-    N = G⁻¹ K̃        F = G⁻¹ (V - K̃ Φ̃ᵀ)        O = Q̃ Φ̃ᵀ + tril(Q̃ Nᵀ) β F
+    B = K R        P = B Kᵀ        M = G⁻¹ B        E = G⁻¹ (V - K Φᵀ)        O = Q Φᵀ + tril(Q Mᵀ) β E
+    R ← R - Mᵀ β M        Φ ← Φ + Eᵀ β M
 
-where G is for β = 1 the Cholesky factor of I + K̃ K̃ᵀ. Sums, W and G⁻¹ are those of `pallas_states.py`. Nothing is
-divided by β, and nothing waits for another chunk but sums.
+where G is for β = 1 the Cholesky factor of I + P. R and Φ before a leg come from the sums over all earlier pairs
+(`pallas_states.py`). Where there are heads enough there is one leg, and no such sums. P, G⁻¹ and the products with it
+are in float64: what is in float32 then loses less than the classical recursion does (benchmarks/kernels.md). Nothing
+is divided by β.
 
-The gradient is that of `pallas.py` with the chunk for a block (there: N, f, α, ρ, κ, ν, W and P), again all chunks at
-once, and then sums from the end.
+The gradient is that of `pallas.py` with the chunk for a block (there: N for M, f for E, α, ρ, κ, ν, W and P), all
+chunks at once, and then sums from the end.
 
-Where queries, keys, values and outputs are in bfloat16 they are read and written as such. H stays in float64, all else
-is in float32, and products that are not multiplied further take 16 digits of their factors (benchmarks/kernels.md).
+Where queries, keys, values and outputs are in bfloat16 they are read and written as such. Then all is in float32 but
+the sums before legs, and products that are not multiplied further take 16 digits of their factors.
 
 A kernel is a list of products of 64 × 64 × 64. What goes into one is loaded for it, and what comes out is stored, also
 where the next one takes it up: a thread then never holds more than one of them, and nothing is spilled.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from mesascope.ops.factor import matmul, transpose
-from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, store
+from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, loop_between, store
 from mesascope.ops.pallas_states import (
     CHUNK,
     Refs,
     after_chunks,
-    before_chunks,
+    at,
+    before_legs,
+    chunks,
     each,
     empty,
     exact,
     given,
+    inverted,
+    legs,
     programs,
     run,
     share,
     tokens_of,
     total,
     weights_of,
-    within_chunks,
 )
 from mesascope.ops.sequence import Sequence
+
+_NARROW = 32  # columns of float64 that are taken at a time
+_UNROLLED = 8  # turns, beyond which they are a loop
 
 
 class _Chunk(NamedTuple):
@@ -73,96 +82,107 @@ class _Chunk(NamedTuple):
         """As exact as inputs and outputs are; `exact` is for what is multiplied further."""
         return exact(a, b, contract, bits=self.shape.bits)
 
-    def weights(self) -> Array | None:
-        return weights_of(self.shape, self.refs, tokens_of(self.number))
-
-    def weighted(self, name: str) -> Array:
+    def weighted(self, array: Array) -> Array:
         """Columns times β."""
-        beta, array = self.weights(), self.read(name)
+        beta = weights_of(self.shape, self.refs, tokens_of(self.number))
         return array if beta is None else beta[None, :] * array
 
-    def causal(self, name: str, array: Array) -> None:
-        lines = indices(CHUNK)
-        self.keep(name, jnp.where(lines[:, None] >= lines[None, :], array, 0.0))
 
-    def whiten(self, name: str, place: str) -> None:
-        """q̃ = q Wᵀ. W is triangular."""
-
-        def part(i: Any, rows: Array) -> None:
-            def term(p: Array) -> Array:
-                return exact(self.given(name, p), self.read("root", p, rows), (1, 1))
-
-            self.keep(place, total(self.shape.key_tile, term, last=i), rows)
-
-        each(self.shape.key_tile, part)
-
-    def restore(self, name: str) -> None:
-        """x = x̃ W in its place: no column of x needs an earlier one of x̃."""
-
-        def part(i: Any, columns: Array) -> None:
-            def term(p: Array) -> Array:
-                return exact(self.read("new_" + name, p), self.read("root", columns, p))
-
-            self.keep(name, total(self.shape.key_tile, term, first=i), columns)
-
-        each(self.shape.key_tile, part)
-
-
-def _whiten(shape: Shape, refs: Refs, number: Any) -> None:
-    """K̃."""
-    _Chunk(shape, refs, number).whiten("k", "white")
-
-
-def _innovate(shape: Shape, refs: Refs, number: Any) -> None:
-    """Φ̃ᵀ, F and N; and G⁻¹ as gradients need it: of diag(β) G diag(β)⁻¹, without that division."""
-    chunk, key = _Chunk(shape, refs, number), shape.key_tile
-
-    def of_values(_: Any, values: Array) -> None:
-        def phi(i: Any, columns: Array) -> None:
-            back = (
-                key // len(columns) - 1 - i
-            )  # from the last on: what was summed up may be in the same place
-            columns = back * len(columns) + indices(len(columns))
-
-            def term(p: Array) -> Array:
-                return exact(chunk.read("moment", p, values), chunk.read("root", p, columns), (1, 1))
-
-            chunk.keep("phi", total(key, term, last=back), columns, values)
-
-        each(key, phi)
-        met = total(key, lambda p: exact(chunk.read("white", p), chunk.read("new_phi", p, values), (1, 1)))
-        barrier()
-        surprise = chunk.given("v", values).astype(met.dtype) - met
-        chunk.keep("f", exact(chunk.read("inverse"), surprise), values)
+def _meet(shape: Shape, refs: Refs, leg: Any) -> None:
+    """What a chunk finds: B in the place of M, V - K Φᵀ in that of E, and P."""
+    chunk, key = _Chunk(shape, refs, at(shape, refs, leg)), shape.key_tile
+    wide = refs["new_gram"].dtype
 
     def of_keys(_: Any, columns: Array) -> None:
-        chunk.keep("n", exact(chunk.read("inverse"), chunk.read("white", columns)), columns)
+        chunk.keep(
+            "m", total(key, lambda p: exact(chunk.given("k", p), chunk.read("r", columns, p))), columns
+        )
 
-    each(shape.value_tile, of_values)
+    def of_values(_: Any, columns: Array) -> None:
+        def term(p: Array) -> Array:
+            return exact(chunk.given("k", p), chunk.read("phi", p, columns), (1, 1))
+
+        met = total(key, term)
+        barrier()
+        chunk.keep("e", chunk.given("v", columns).astype(met.dtype) - met, columns)
+
+    def of_both(p: Array) -> Array:
+        k = chunk.given("k", p)
+        return exact(chunk.read("new_m", p).astype(wide), k if shape.coarse else k.astype(wide), (1, 1))
+
     each(key, of_keys)
-    beta = chunk.weights()
+    each(shape.value_tile, of_values)
+    met = total(key, of_both, width=_NARROW)
+    store(refs["new_gram"], indices(CHUNK), indices(CHUNK), None, met, number=leg)
+
+
+def _move(shape: Shape, refs: Refs, leg: Any) -> None:
+    """M and E; R and Φ for the next chunk of the leg; and G⁻¹ as gradients need it, of diag(β) G diag(β)⁻¹."""
+    number, lines = at(shape, refs, leg), indices(CHUNK)
+    chunk, key, beta = _Chunk(shape, refs, number), shape.key_tile, weights_of(shape, refs, tokens_of(number))
+
+    def inverse() -> Array:
+        return load(refs["solve"], lines, lines, number=leg)
+
+    def solved(name: str, tile: int) -> None:
+        def part(_: Any, columns: Array) -> None:
+            right = chunk.read(name, columns)
+            chunk.keep(name, exact(inverse(), right.astype(refs["solve"].dtype)).astype(right.dtype), columns)
+
+        each(tile, part, width=_NARROW)
+
+    def update(state: str, name: str, tile: int, sign: float) -> None:
+        def rows(_: Any, row: Array) -> None:
+            def columns(_: Any, column: Array) -> None:
+                change = exact(chunk.read("new_" + name, row), weighted(chunk.read("new_m", column)), (0, 0))
+                barrier()
+                before = chunk.read(state, column, row)
+                store(refs["new_" + state], row, column, None, before + sign * change, number=number + 1)
+
+            each(key, columns)
+
+        each(tile, rows)
+
+    def weighted(array: Array) -> Array:
+        return array if beta is None else beta[:, None] * array
+
+    solved("m", key)
+    solved("e", shape.value_tile)
+    barrier()
+    kept = inverse().astype(shape.dtype)
     if beta is not None:
-        i, j = indices(CHUNK)[:, None], indices(CHUNK)[None, :]
-        met = total(key, lambda p: exact(chunk.read("white", p), chunk.read("new_n", p), (1, 1)))
-        met = exact(chunk.read("inverse"), jnp.where(i > j, met, 0.0))
-        scale = jnp.sum(jnp.where(i == j, chunk.read("inverse"), 0.0), 0)
-        chunk.keep("inverse", (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :])
+        i, j = lines[:, None], lines[None, :]
+        met = total(key, lambda p: exact(chunk.given("k", p), chunk.read("new_m", p), (1, 1)))
+        met = exact(kept, jnp.where(i > j, met, 0.0))
+        scale = jnp.sum(jnp.where(i == j, kept, 0.0), 0)
+        kept = (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :]
+    chunk.keep("inverse", kept)
+
+    def go_on(_: Any, carry: Any) -> Any:
+        update("r", "m", key, -1.0)
+        update("phi", "e", shape.value_tile, 1.0)
+        return carry
+
+    last = refs["turn"][0] + 1 == legs(shape)[1]
+    loop_between(np.int32(0), 1 - last.astype(jnp.int32), go_on, np.int32(0))
+
+
+def _causal(array: Array) -> Array:
+    lines = indices(CHUNK)
+    return jnp.where(lines[:, None] >= lines[None, :], array, 0.0)
 
 
 def _attend(shape: Shape, refs: Refs, number: Any) -> None:
-    """The outputs, by way of q̃."""
+    """The outputs."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
-    chunk.whiten("q", "white_q")
-    chunk.causal(
-        "scores",
-        total(key, lambda p: chunk.product(chunk.read("new_white_q", p), chunk.read("n", p), (1, 1))),
-    )
+    met = total(key, lambda p: chunk.product(chunk.given("q", p), chunk.read("m", p), (1, 1)))
+    scores = chunk.weighted(_causal(met))
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
-            return chunk.product(chunk.read("new_white_q", p), chunk.read("phi", p, columns), (1, 1))
+            return chunk.product(chunk.given("q", p), chunk.read("phi", p, columns), (1, 1))
 
-        out = total(key, term, chunk.product(chunk.weighted("new_scores"), chunk.read("f", columns)))
+        out = total(key, term, chunk.product(scores, chunk.read("e", columns)))
         chunk.keep("out", out.astype(refs["new_out"].dtype), columns)
 
     each(shape.value_tile, part)
@@ -171,34 +191,33 @@ def _attend(shape: Shape, refs: Refs, number: Any) -> None:
 def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
     """α and x."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
-    chunk.whiten("q", "x")
-    chunk.causal("alpha", total(key, lambda p: exact(chunk.read("new_x", p), chunk.read("n", p), (1, 1))))
+    met = _causal(total(key, lambda p: exact(chunk.given("q", p), chunk.read("m", p), (1, 1))))
+    chunk.keep("alpha", exact(chunk.read("inverse"), met, (0, 1)))
+    weighted = chunk.weighted(met)
 
     def part(_: Any, columns: Array) -> None:
-        met = exact(chunk.weighted("new_alpha"), chunk.read("n", columns))
-        barrier()
-        chunk.keep("x", chunk.read("new_x", columns) - met, columns)
+        def term(p: Array) -> Array:
+            return exact(chunk.given("q", p), chunk.read("r", columns, p))
+
+        chunk.keep("x", total(key, term, exact(-weighted, chunk.read("m", columns))), columns)
 
     each(key, part)
-    chunk.keep("alpha", exact(chunk.read("inverse"), chunk.read("new_alpha"), (0, 1)))
-    chunk.restore("x")
 
 
 def _duals_of_outputs(shape: Shape, refs: Refs, number: Any) -> None:
     """ρ and z."""
     chunk, value = _Chunk(shape, refs, number), shape.value_tile
-    chunk.causal("rho", total(value, lambda p: exact(chunk.given("g", p), chunk.read("f", p), (1, 1))))
+    met = _causal(total(value, lambda p: exact(chunk.given("g", p), chunk.read("e", p), (1, 1))))
+    chunk.keep("rho", exact(chunk.read("inverse"), met, (0, 1)))
+    weighted = chunk.weighted(met)
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
             return exact(chunk.given("g", p), chunk.read("phi", columns, p))
 
-        z = total(value, term, exact(chunk.weighted("new_rho"), chunk.read("n", columns)))
-        chunk.keep("z", z, columns)
+        chunk.keep("z", total(value, term, exact(weighted, chunk.read("m", columns))), columns)
 
     each(shape.key_tile, part)
-    chunk.keep("rho", exact(chunk.read("inverse"), chunk.read("new_rho"), (0, 1)))
-    chunk.restore("z")
 
 
 def _pull(shape: Shape, refs: Refs, block: Any) -> None:
@@ -244,64 +263,64 @@ def applies(seq: Sequence) -> bool:
 
 def _cut(shape: Shape, array: Array) -> Array:
     """In chunks, of the dtype that kernels read: the last with zeros at its end if need be, which copies all."""
-    missing = shape.blocks(CHUNK) * CHUNK - shape.time
+    missing = chunks(shape) * CHUNK - shape.time
     array = array.astype(jnp.bfloat16 if shape.coarse else shape.dtype)
     array = jnp.pad(array, ((0, 0), (0, missing), (0, 0))) if missing else array
     return array.reshape(shape.batch, -1, CHUNK, array.shape[-1])
 
 
-def _joined(shape: Shape, chunks: Array, width: int) -> Array:
-    whole = chunks.reshape(shape.batch, -1, chunks.shape[-1])
+def _joined(shape: Shape, array: Array, width: int) -> Array:
+    whole = array.reshape(shape.batch, -1, array.shape[-1])
     return whole[:, : shape.time, :width].astype(shape.dtype)
 
 
-def _by_chunk(
-    shape: Shape, kernels: dict[Any, dict], inputs: Mapping[str, Array | None], in_place: dict[str, str]
-) -> dict[str, Array]:
-    """Outputs of kernels, one after the other: each reads what was given and what those before it wrote.
+def _walk(shape: Shape, k: Array, v: Array, beta: Array | None, begun: dict[str, Array]) -> dict[str, Array]:
+    """R, Φ, M, E and G⁻¹ of every chunk: of the first chunk of every leg, then of the second, and so on."""
+    count, size = legs(shape)
+    wide = shape.dtype if shape.coarse else jnp.float64
+    gram = empty(shape, count, CHUNK, CHUNK, dtype=wide)
+    arrays = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in begun.items()}
 
-    Args:
-        in_place: inputs that nothing needs once the output named has been written, which takes their memory over.
-    """
-    results: dict[str, Array] = {}
-    for kernel, outputs in kernels.items():
-        here = {name: place for name, place in in_place.items() if place in outputs}
-        results |= run(
-            shape, kernel, {**inputs, **results}, outputs, blocks=shape.blocks(CHUNK), in_place=here
-        )
-        inputs = {name: array for name, array in inputs.items() if name not in here}
-    return results
+    def step(turn: Any, found: dict[str, Array]) -> dict[str, Array]:
+        now = dict(turn=jnp.full((shape.batch, 1), turn, jnp.int32), beta=beta)
+
+        def taken(kernel: Any, inputs: dict, places: tuple[str, ...], **others: Any) -> dict[str, Array]:
+            """What a kernel writes into arrays of all chunks, and others."""
+            outputs = {name: arrays[name] for name in places} | others
+            in_place = {name: name for name in places}
+            return run(shape, kernel, now | inputs | found, outputs, blocks=count, in_place=in_place)
+
+        found = found | taken(_meet, dict(k=k, v=v), ("m", "e"), gram=gram)
+        solve = inverted(shape, found.pop("gram"), now)
+        return found | taken(_move, dict(k=k, solve=solve), ("m", "e", "inverse", "r", "phi"))
+
+    with jax.enable_x64(True):  # the same program in any case
+        if size > _UNROLLED:
+            return lax.fori_loop(np.int32(0), np.int32(size), step, begun)
+        for turn in range(size):
+            begun = step(np.int32(turn), begun)
+        return begun
 
 
 def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
     """Outputs and what the backward pass needs; if wanted, `factor` and `weights_t` of the final state."""
     shape = Shape.of(seq, coarse)
     q, k, v = (_cut(shape, a) for a in (seq.queries, seq.keys, seq.values))
-    count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
-    timed, square = empty(shape, count, CHUNK, key), empty(shape, count, CHUNK, CHUNK)
-    root, moment = before_chunks(shape, k, v, seq.lam, seq.beta, want_state)
-    with jax.enable_x64(True):  # the same program in any case
-        white = run(shape, _whiten, dict(k=k, root=root), dict(white=timed), blocks=count)["white"]
-    kept = dict(root=root, inverse=within_chunks(shape, white, seq.beta))
-    states = dict(n=timed, f=empty(shape, count, CHUNK, value), phi=empty(shape, count, value, key))
-    in_place = {} if want_state else dict(moment="phi")
-    if seq.beta is None:
-        in_place |= dict(white="n")
-    else:
-        states, in_place = states | dict(inverse=square), in_place | dict(inverse="inverse")
-    out = empty(shape, count, CHUNK, value, dtype=q.dtype)
-    results = _by_chunk(
+    count, value = chunks(shape), shape.value_tile
+    begun, final = before_legs(shape, k, v, seq.lam, seq.beta, want_state)
+    kept = _walk(shape, k, v, seq.beta, begun)
+    out = run(
         shape,
-        {_innovate: states, _attend: dict(out=out, white_q=timed, scores=square)},
-        dict(q=q, v=v, beta=seq.beta, moment=moment, white=white) | kept,
-        in_place,
-    )
-    kept |= {name: results[name] for name in states}
-    if want_state:
-        last = root[:, -1, : shape.key, : shape.key]
-        met = matmul(last, transpose(moment[:, -1, : shape.value, : shape.key]))
+        _attend,
+        dict(q=q, beta=seq.beta) | {name: kept[name] for name in ("phi", "m", "e")},
+        dict(out=empty(shape, count, CHUNK, value, dtype=q.dtype)),
+        blocks=count,
+    )["out"]
+    if final is not None:
+        last, moment = final[0][:, : shape.key, : shape.key], final[1][:, : shape.value, : shape.key]
+        met = matmul(last, transpose(moment))
         kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), met))
-    return kept | dict(out=_joined(shape, results["out"], shape.value))
+    return kept | dict(out=_joined(shape, out, shape.value))
 
 
 def backward(
@@ -314,17 +333,24 @@ def backward(
     """
     shape = Shape.of(seq, coarse)
     q, k, v, g = (_cut(shape, a) for a in (seq.queries, seq.keys, seq.values, out_bar))
-    count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
+    count, key, value = chunks(shape), shape.key_tile, shape.value_tile
     timed, wide, square = (empty(shape, count, CHUNK, n) for n in (key, value, CHUNK))
-    within = _by_chunk(
-        shape,
-        {_duals_of_queries: dict(x=timed, alpha=square), _duals_of_outputs: dict(z=timed, rho=square)},
-        dict(q=q, g=g, beta=seq.beta) | {name: saved[name] for name in ("root", "inverse", "n", "f", "phi")},
-        dict(n="z"),
+
+    def duals(kernel: Any, given: dict, names: tuple[str, ...], outputs: dict, **settings: Any) -> dict:
+        read = given | dict(beta=seq.beta) | {name: saved[name] for name in names}
+        return run(shape, kernel, read, outputs, blocks=count, **settings)
+
+    of_queries = duals(_duals_of_queries, dict(q=q), ("r", "inverse", "m"), dict(x=timed, alpha=square))
+    of_outputs = duals(
+        _duals_of_outputs,
+        dict(g=g, after=of_queries["x"]),  # when nothing else needs M any more
+        ("phi", "inverse", "m", "e"),
+        dict(z=timed, rho=square),
+        in_place=dict(m="z") | (dict(e="rho") if value == CHUNK else {}),
     )
+    within = of_queries | of_outputs
     both = dict(x=within["x"], z=within["z"], g=g)
-    root = saved["root"] if saved["root"].shape[1] == count else None  # else that of the final state is in it
-    gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, (root, saved["phi"]))
+    gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, (saved["r"], saved["phi"]))
     pairs = run(
         shape,
         _pull,

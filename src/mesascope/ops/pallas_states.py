@@ -1,7 +1,7 @@
-r"""What `pallas_prefix.py` needs of the pairs before and after every chunk: sums, and the factors of what is summed up.
+r"""What `pallas_prefix.py` needs besides products: sums over pairs before and after chunks, and two factorizations.
 
-    H = diag(1/λ) + Σ β k kᵀ,   S = Σ β v kᵀ   over all pairs before a chunk        H = L Lᵀ,   W = L⁻¹
-    P = K̃ K̃ᵀ,   c_j = column j of P / √s_j,   s_j = 1 + β_j P_jj,   P ← P - β_j c_j c_jᵀ        j = 0, 1, …
+    H = diag(1/λ) + Σ β k kᵀ,   S = Σ β v kᵀ   over all pairs before a leg          H = L Lᵀ,   R = L⁻ᵀ L⁻¹,   Φ = S R
+    P = K R Kᵀ of a chunk,   c_j = column j of P / √s_j,   s_j = 1 + β_j P_jj,   P ← P - β_j c_j c_jᵀ     j = 0, 1, …
     G = tril(c, -1) diag(β) + diag(√s)            G⁻¹ = its inverse
 
 What is factored must be known to more than float32: 1/λ drowns in the rounding of H, and 1 in that of P (README.md).
@@ -41,6 +41,8 @@ _TILE = 16
 _COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
 _STRIP = 32  # rows of a running sum that one program holds
 _PROGRAMS = 256  # fewer leave much of a GPU idle
+# Chunks that are taken at once, by the width of the wider tile: so many hide the steps in which each is factored.
+_ABREAST = {64: 1536, 128: 1024}
 
 Refs = dict[str, Any]
 
@@ -50,6 +52,20 @@ SIX: tuple[tuple[int, int], ...] = ((1, 0), (0, 0))
 
 def exact(a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, bits: int = 24) -> Array:
     return dot(a, b, contract, bits=bits, six=contract in SIX)
+
+
+def legs(shape: Shape) -> tuple[int, int]:
+    """Into how many legs of how many chunks a sequence is cut, which are walked side by side."""
+    count = shape.blocks(CHUNK)
+    abreast = _ABREAST[max(64, shape.widest)]
+    size = -(-count // min(count, -(-abreast // shape.batch)))
+    return -(-count // size), size
+
+
+def chunks(shape: Shape) -> int:
+    """Those of all legs; the last may be beyond the end."""
+    count, size = legs(shape)
+    return count * size
 
 
 def tokens_of(chunk: Any) -> Array:
@@ -88,9 +104,9 @@ def piece(index: Any, width: int) -> Array:
     return index * width + indices(width)
 
 
-def each(tile: int, body: Callable[[Any, Array], None], first: Any = 0) -> None:
-    """Do something with every piece of a tile's rows or columns, from the first one given."""
-    width = min(tile, _COLUMNS)
+def each(tile: int, body: Callable[[Any, Array], None], *, width: int = _COLUMNS) -> None:
+    """Do something with every piece of a tile's rows or columns."""
+    width = min(tile, width)
     if tile == width:
         body(np.int32(0), indices(width))
         return
@@ -99,14 +115,14 @@ def each(tile: int, body: Callable[[Any, Array], None], first: Any = 0) -> None:
         body(index, piece(index, width))
         return carry
 
-    loop_between(first, np.int32(tile // width), step, 0)
+    loop(tile // width, step, 0)
 
 
 def total(
-    tile: int, term: Callable[[Array], Array], start: Array | None = None, *, first: Any = 0, last: Any = None
+    tile: int, term: Callable[[Array], Array], start: Array | None = None, *, width: int = _COLUMNS
 ) -> Array:
-    """The sum of a term over the pieces of a tile, or over those from the first to the last given."""
-    width = min(tile, _COLUMNS)
+    """The sum of a term over the pieces of a tile."""
+    width = min(tile, width)
 
     def step(index: Any, sum: Array | None) -> Array:
         barrier()  # nothing is loaded before it is needed: registers are few
@@ -117,7 +133,7 @@ def total(
     if start is None:
         like = jax.eval_shape(term, jax.ShapeDtypeStruct((width,), jnp.int32))
         start = jnp.zeros(like.shape, like.dtype)
-    return loop_between(first, np.int32(tile // width) if last is None else last + 1, step, start)
+    return loop(tile // width, step, start)
 
 
 def _grams_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
@@ -188,20 +204,22 @@ def _over_chunks(
     *,
     stretch: int,
     alone: bool,
+    every: int = 1,
     rows: int = _COLUMNS,
     columns: int = _COLUMNS,
     backwards: bool = False,
 ) -> None:
-    """A piece of a running sum over a stretch of chunks, written before every chunk (or after it).
+    """A piece of a running sum over a stretch of chunks, written before every chunk (or after it), or before some.
 
     It begins with what is given, or with diag(1/λ), or with zeros.
 
     Args:
         add: adds some rows and columns of what a chunk has.
         alone: write no more than what the stretch adds.
+        every: write it before every so many chunks.
         rows, columns: the size of a piece.
     """
-    ref, count = refs["new_sum"], shape.blocks(CHUNK)
+    ref, count = refs["new_sum"], chunks(shape)
     sides = min(rows, ref.shape[-2]), min(columns, ref.shape[-1])
     down, across = (np.int32(n // side) for n, side in zip(ref.shape[-2:], sides, strict=True))
     part = lax.div(block, down * across)
@@ -225,14 +243,15 @@ def _over_chunks(
     def step(index: Any, sum: Array) -> Array:
         chunk = first + last - 1 - index if backwards else index
         if not alone:
-            write(chunk, sum)
+            shown = None if every == 1 else lax.rem(chunk, np.int32(every)) == 0
+            write(lax.div(chunk, np.int32(every)), sum, shown)
         return add(sum, chunk, row, column)
 
     sum = loop_between(first, last, step, sum)
     if alone:
         write(part, sum)
-    elif ref.shape[0] > count:
-        write(np.int32(count), sum, last == count)
+    elif ref.shape[0] * every > count:
+        write(np.int32(count // every), sum, last == count)
     if "new_diagonal" in refs:
         shown = ((first == 0) & (at[0] == at[1])).astype(jnp.int32)
         found = jnp.sum(jnp.where(diagonal, sum, 0.0), 1)
@@ -247,6 +266,7 @@ def _running(
     begin: Array,
     *,
     known: bool,
+    every: int = 1,
     in_place: dict[str, str] | None = None,
     rows: int = _COLUMNS,
     columns: int = _COLUMNS,
@@ -257,7 +277,7 @@ def _running(
         begin: what they begin with.
         known: the kernel begins so by itself.
     """
-    count, sum = shape.blocks(CHUNK), outputs["sum"]
+    count, sum = chunks(shape), outputs["sum"]
     pieces = max(1, sum.shape[-2] // rows) * max(1, sum.shape[-1] // columns)
     stretch = -(-count // -(-_PROGRAMS // (shape.batch * pieces)))
     parts, backwards = -(-count // stretch), kernel in (_grams_after, _moments_after)
@@ -270,30 +290,33 @@ def _running(
         inputs = inputs | dict(first=sums[:, 1:] if backwards else sums[:, :-1])
     elif not known:
         inputs = inputs | dict(first=begin[:, None])
-    kernel = partial(kernel, alone=False)
+    kernel = partial(kernel, alone=False, every=every)
     return run(shape, kernel, inputs, outputs, blocks=parts * pieces, in_place=in_place)
 
 
 def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Array:
     """G⁻¹ of one tile P; pivots are `ridge` + β P_jj, and at least so much.
 
-    All sums run along rows, which few threads share: hence the transposed inverse, and P by its columns alone.
+    In one array: what is left of P, from the row of the pivot on, and above it the inverse, transposed. All sums run
+    along rows, which few threads share.
     """
     lines = indices(_TILE)
     i, j = lines[:, None], lines[None, :]
 
-    def step(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        p, inverse_t = carry
-        column, line = (jnp.sum(jnp.where(j == c, a, 0.0), 1) for a in carry)
+    def step(c: Array, both: Array) -> Array:
+        column = jnp.sum(jnp.where(j == c, both, 0.0), 1)
         pivots = jnp.maximum(ridge + _times(beta, column), least)
         scale = lax.rsqrt(jnp.sum(jnp.where(lines == c, pivots, 0.0)))
-        column, line = jnp.where(lines > c, scale * column, 0.0), scale * line
-        weighted = column if beta is None else jnp.sum(jnp.where(lines == c, beta, 0.0)) * column
-        p = p - column[:, None] * weighted[None, :]
-        return p, jnp.where(j == c, line[:, None], inverse_t - line[:, None] * weighted[None, :])
+        column = scale * jnp.where(lines == c, 1.0, column)
+        weighted = jnp.where(lines > c, column, 0.0)
+        if beta is not None:
+            weighted = jnp.sum(jnp.where(lines == c, beta, 0.0)) * weighted
+        rest = jnp.where(i == c, 0.0, both) - column[:, None] * weighted[None, :]
+        return jnp.where(j == c, column[:, None], rest)
 
-    # A sum with P, so that threads share its rows in the same way.
-    return loop(_TILE, step, (p, jnp.where(i == j, 1.0, 0.0) + 0.0 * p))[1].T
+    # A product leaves its rows to four threads each; what was loaded may lie otherwise.
+    p = dot(p, jnp.where(i == j, 1.0, 0.0).astype(p.dtype if p.dtype == jnp.float64 else jnp.bfloat16))
+    return jnp.where(i <= j, loop(_TILE, step, p), 0.0).T
 
 
 def _factor(matrix: Any, refs: Refs, chunk: Any, ridge: float, least: Any, beta: Any) -> None:
@@ -372,81 +395,122 @@ def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
     _factor(matrix, refs, chunk, 0.0, least, lambda i: None)
 
 
-def _factor_chunks(shape: Shape, refs: Refs, chunk: Any) -> None:
-    """G⁻¹ for P = K̃ K̃ᵀ."""
-
+def _factor_chunks(shape: Shape, refs: Refs, leg: Any) -> None:
+    """G⁻¹ of the P of one chunk of every leg."""
     dtype = refs["new_scratch"].dtype
 
     def lines(i: Any) -> Array:
         return i * _TILE + indices(_TILE)
 
-    def white(i: Any, j: Any) -> Array:
-        return load(refs["white"], lines(i), lines(j), number=chunk).astype(dtype)
-
     def beta(i: Any) -> Array | None:
-        weights = weights_of(shape, refs, chunk * CHUNK + lines(i))
+        weights = weights_of(shape, refs, at(shape, refs, leg) * CHUNK + lines(i))
         return None if weights is None else weights.astype(dtype)
 
     def matrix(i: Any, j: Any) -> Array:
-        return loop(
-            shape.key_tile // _TILE,
-            lambda k, sum: sum + dot(white(i, k), white(j, k), (1, 1)),
-            jnp.zeros((_TILE, _TILE), dtype),
-        )
+        return load(refs["gram"], lines(i), lines(j), number=leg)
 
-    _factor(matrix, refs, chunk, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
+    _factor(matrix, refs, leg, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
 
 
-def before_chunks(
+def _begin(shape: Shape, refs: Refs, leg: Any) -> None:
+    """R and Φ before the first chunk of a leg."""
+    number = leg * legs(shape)[1]
+
+    def rows(_: Any, row: Array) -> None:
+        def fresh(column: Array) -> Array:
+            lam = load_vector(refs["lam"], row, shape.key, 1.0)
+            return jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0)
+
+        def met(column: Array) -> Array:
+            def term(p: Array) -> Array:
+                a, b = (load(refs["root"], p, some, number=leg) for some in (row, column))
+                return exact(a, b, (0, 0))
+
+            return total(shape.key_tile, term)
+
+        def columns(_: Any, column: Array) -> None:
+            store(refs["new_r"], row, column, None, (met if "root" in refs else fresh)(column), number=number)
+
+        each(shape.key_tile, columns)
+
+    def values(_: Any, row: Array) -> None:
+        def columns(_: Any, column: Array) -> None:
+            def term(p: Array) -> Array:
+                moment = load(refs["moment"], row, p, number=leg)
+                return exact(moment, load(refs["new_r"], p, column, number=number))
+
+            if "root" in refs:
+                phi = total(shape.key_tile, term)
+            else:
+                phi = shape.zeros(len(row), len(column))
+            store(refs["new_phi"], row, column, None, phi, number=number)
+
+        each(shape.key_tile, columns)
+
+    each(shape.key_tile, rows)
+    barrier()
+    each(shape.value_tile, values)
+
+
+def at(shape: Shape, refs: Refs, leg: Any) -> Any:
+    """The chunk of a leg whose turn it is."""
+    return leg * legs(shape)[1] + refs["turn"][0]
+
+
+def before_legs(
     shape: Shape, keys: Array, values: Array, lam: Array, beta: Array | None, want_state: bool
-) -> tuple[Array, Array]:
-    """W and S before every chunk, and after the last if wanted."""
-    key, value, states = shape.key_tile, shape.value_tile, shape.blocks(CHUNK) + want_state
+) -> tuple[dict[str, Array], tuple[Array, Array] | None]:
+    """What is found of every chunk, so far only R and Φ at the beginning of legs; and the final L⁻¹ and S."""
+    key, value = shape.key_tile, shape.value_tile
+    count, size = legs(shape)
+    states = count + want_state
+    ends: dict[str, Array] = {}
     with jax.enable_x64(True):
-        padded = jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
-        gram = _running(
-            shape,
-            _grams_before,
-            # Keys in float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton
-            # pull request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
-            dict(k=keys.astype(shape.dtype), beta=beta, lam=lam),
-            dict(sum=empty(shape, states, key, key, dtype=jnp.float64)),
-            jnp.eye(key, dtype=jnp.float64) / padded[:, None].astype(jnp.float64),
-            known=True,
-            rows=_STRIP,
-            columns=key,
-        )["sum"]
-        moment = _running(
-            shape,
-            _moments_before,
-            dict(k=keys, v=values, beta=beta),
-            dict(sum=empty(shape, states, value, key)),
-            jnp.zeros((shape.batch, value, key), shape.dtype),
-            known=True,
-        )["sum"]
-        root = run(
-            shape,
-            _factor_states,
-            dict(gram=gram, lam=lam),
-            _factors(shape, states, key, jnp.float64),
-            blocks=states,
-            in_place=dict(gram="scratch"),
-        )["inverse"]
-    return root, moment
+        if states > 1:
+            padded = jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
+            gram = _running(
+                shape,
+                _grams_before,
+                # Keys in float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products
+                # (triton pull request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
+                dict(k=keys.astype(shape.dtype), beta=beta, lam=lam),
+                dict(sum=empty(shape, states, key, key, dtype=jnp.float64)),
+                jnp.eye(key, dtype=jnp.float64) / padded[:, None].astype(jnp.float64),
+                known=True,
+                every=size,
+                rows=_STRIP,
+                columns=key,
+            )["sum"]
+            ends["moment"] = _running(
+                shape,
+                _moments_before,
+                dict(k=keys, v=values, beta=beta),
+                dict(sum=empty(shape, states, value, key)),
+                jnp.zeros((shape.batch, value, key), shape.dtype),
+                known=True,
+                every=size,
+            )["sum"]
+            ends["root"] = run(
+                shape,
+                _factor_states,
+                dict(gram=gram, lam=lam),
+                _factors(shape, states, key, jnp.float64, shape.dtype),
+                blocks=states,
+                in_place=dict(gram="scratch"),
+            )["inverse"]
+    sides = dict(r=(key, key), phi=(value, key), m=(CHUNK, key), e=(CHUNK, value), inverse=(CHUNK, CHUNK))
+    outputs = {name: empty(shape, chunks(shape), *both) for name, both in sides.items()}
+    begun = run(shape, _begin, dict(lam=lam) | ends, outputs, blocks=count)
+    final = (ends["root"][:, -1], ends["moment"][:, -1]) if want_state else None
+    return begun, final
 
 
-def within_chunks(shape: Shape, white: Array, beta: Array | None) -> Array:
-    """G⁻¹ of every chunk."""
-    count = shape.blocks(CHUNK)
-    with jax.enable_x64(True):
-        given = dict(white=white, beta=beta)
-        return run(
-            shape,
-            _factor_chunks,
-            given,
-            _factors(shape, count, CHUNK, shape.dtype if shape.coarse else jnp.float64),
-            blocks=count,
-        )["inverse"]
+def inverted(shape: Shape, gram: Array, now: dict[str, Array | None]) -> Array:
+    """G⁻¹ of one chunk of every leg, as exact as P is given; whose memory is taken."""
+    count = legs(shape)[0]
+    outputs = _factors(shape, count, CHUNK, gram.dtype, gram.dtype)
+    taken = dict(gram="scratch")
+    return run(shape, _factor_chunks, dict(gram=gram) | now, outputs, blocks=count, in_place=taken)["inverse"]
 
 
 def after_chunks(
@@ -463,7 +527,7 @@ def after_chunks(
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
         over: arrays of the sums' sizes, if there are any, whose memory these may take over.
     """
-    count, key, value = shape.blocks(CHUNK), shape.key_tile, shape.value_tile
+    count, key, value = chunks(shape), shape.key_tile, shape.value_tile
     begin = [jnp.zeros((shape.batch, side, key), shape.dtype) for side in (key, value)]
     if ahead is not None:
         sums = ahead[0], ahead[1].swapaxes(-1, -2)
@@ -491,9 +555,12 @@ def after_chunks(
     return grams["sum"], moments["sum"], grams["diagonal"]
 
 
-def _factors(shape: Shape, count: int, size: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    scratch = empty(shape, count, size, size, dtype=dtype)
-    return dict(inverse=empty(shape, count, size, size), scratch=scratch)
+def _factors(shape: Shape, count: int, size: int, dtype: Any, kept: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a factorization writes: an inverse to keep, and what it works in."""
+    return {
+        name: empty(shape, count, size, size, dtype=of)
+        for name, of in (("inverse", kept), ("scratch", dtype))
+    }
 
 
 def empty(shape: Shape, *dims: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
