@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=int, nargs=3, default=[384, 1024, 64], metavar=("BATCH", "TIME", "WIDTH")
     )
+    parser.add_argument("--value", type=int, help="width of values, if another")
     parser.add_argument("--warps", type=int, help="instead of a kernel's own, unless that is one")
     parser.add_argument(
         "--six", choices=["none", "some", "all"], help="products as six of bfloat16, not three of TF32"
@@ -170,6 +171,7 @@ def main() -> None:
     dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
     kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
     batch, time_steps, width = given.shape
+    widths = (width, width, given.value or width, given.value or width)
 
     def forward(q: Any, k: Any, v: Any, _: Any) -> Any:
         beta = jnp.ones((batch, time_steps)) if given.beta else None
@@ -186,7 +188,9 @@ def main() -> None:
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
     for methods.TRIED in (True,) if given.prefix_only else (False, True):
         if given.what == "time":
-            arrays = [jnp.asarray(a, dtype) for a in sequences(*given.shape)]
+            arrays = [
+                jnp.asarray(a[..., :n], dtype) for a, n in zip(sequences(*given.shape), widths, strict=True)
+            ]
             both(*arrays)
             for name, function in (("forward", forward), ("forward + backward", both)):
                 run = jax.jit(partial(function))  # each time another function: traced again
@@ -194,8 +198,9 @@ def main() -> None:
                     f"| all, {name} | | {milliseconds(lambda a, run=run: run(*a), arrays):.3f} |", flush=True
                 )
             continue
-        struct = jax.ShapeDtypeStruct(tuple(given.shape), dtype, sharding=described_device())
-        lowered = jax.jit(partial(both)).trace(*[struct] * 4).lower(lowering_platforms=("cuda",))
+        device = described_device()
+        structs = [jax.ShapeDtypeStruct((batch, time_steps, n), dtype, sharding=device) for n in widths]
+        lowered = jax.jit(partial(both)).trace(*structs).lower(lowering_platforms=("cuda",))
         start = time.perf_counter()
         memory: Any = lowered.compile().memory_analysis()
         seconds = time.perf_counter() - start

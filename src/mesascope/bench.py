@@ -99,16 +99,17 @@ KERNELS = ("mesa, fused kernels",)  # interpreted, and so not worth timing, with
 
 
 def sequences(
-    batch: int, time: int, key: int, *, kind: str = "unit", seed: int = 0
+    batch: int, time: int, key: int, *, value: int | None = None, kind: str = "unit", seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys, values and output cotangents, float32.
 
     Args:
+        value: width of values, by default that of keys.
         kind: keys: `gaussian`, `unit` (norm), `dynamics` ($k_{t+1} = W k_t + .01\\,\\epsilon$, W orthogonal), or
             `deficient` (rank d/4 plus 1e-3 noise).
     """
     rng = np.random.default_rng(seed)
-    q, v, g = (rng.standard_normal((batch, time, key)) for _ in range(3))
+    q, v, g = (rng.standard_normal((batch, time, n or key)) for n in (key, value, value))
     if kind == "dynamics":
         w, _ = np.linalg.qr(rng.standard_normal((batch, key, key)))
         k = np.empty((batch, time, key))
@@ -231,7 +232,7 @@ def timings(
     compiled, compile_s = {}, {}
     for name, function in functions.items():
         start = time.perf_counter()
-        compiled[name] = jax.jit(function)
+        compiled[name] = function if isinstance(function, jax.stages.Compiled) else jax.jit(function)
         jax.block_until_ready(compiled[name](*arguments))
         compile_s[name] = time.perf_counter() - start
         jax.block_until_ready(compiled[name](*arguments))

@@ -36,7 +36,7 @@ def traced_afresh(monkeypatch):
 def take_at_once(chunks, monkeypatch):
     """So many chunks at most, or as many as by default."""
     if chunks is not None:
-        monkeypatch.setattr(pallas_states, "_ABREAST", {64: chunks, 128: chunks})
+        monkeypatch.setattr(pallas_states, "_ABREAST", dict.fromkeys(pallas_states._ABREAST, chunks))
 
 
 def test_the_plan_names_them_where_they_apply(monkeypatch):
@@ -72,6 +72,8 @@ def test_a_sequence_is_cut_into_legs(batch, time, expected):
         slow(70, 100, 20, {"beta": True}),
         slow(64, 128, 64, {}),
         slow(64, 96, 64, {}),
+        slow(70, 150, 40, {}),
+        slow(130, 192, 20, {"beta": True}),
     ],
 )
 def test_equals_the_definition(time, key, value, features):
@@ -91,13 +93,15 @@ def test_equals_the_definition(time, key, value, features):
 
 
 @pytest.mark.parametrize(
-    ("abreast", "unrolled"), [(4, 8), slow(4, 2), slow(2, 8)], ids=["two legs", "as a loop", "one leg"]
+    ("abreast", "unrolled", "key"),
+    [(4, 8, 40), slow(4, 2, 40), slow(2, 8, 40), slow(4, 8, 130), slow(2, 2, 130)],
+    ids=["two legs", "as a loop", "one leg", "wide keys", "wide keys, one leg"],
 )
-def test_chunks_of_a_leg_are_walked(abreast, unrolled, monkeypatch):
+def test_chunks_of_a_leg_are_walked(abreast, unrolled, key, monkeypatch):
     """Three of four chunks where there are two legs: the last is beyond the end."""
     take_at_once(abreast, monkeypatch)
     monkeypatch.setattr(pallas_prefix, "_UNROLLED", unrolled)
-    test_equals_the_definition(170, 40, 33, {"beta": True})
+    test_equals_the_definition(170, key, 33, {"beta": True})
 
 
 @pytest.mark.parametrize(("time", "key"), [(40, 33), slow(130, 64)])
@@ -159,7 +163,7 @@ def test_nothing_of_16_bits_is_multiplied_in_float64(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("abreast", [None, 2, 8])
-@pytest.mark.parametrize(("time", "width"), [(130, 64), (1024, 64), (1024, 128)])
+@pytest.mark.parametrize(("time", "width"), [(130, 64), (1024, 64), (1024, 128), (300, 384)])
 def test_bfloat16_on_a_gpu(time, width, abreast, monkeypatch):
     take_at_once(abreast, monkeypatch)
     assert jax.default_backend() == "gpu"
@@ -174,7 +178,8 @@ def assert_bfloat16_is_close(time, width):
 
     for kind, lam in CELLS:
         if lam <= 10:
-            inputs = [jnp.asarray(a, jnp.bfloat16) for a in sequences(2, time, width, kind=kind)]
+            arrays = sequences(2, time, width, value=min(width, 128), kind=kind)
+            inputs = [jnp.asarray(a, jnp.bfloat16) for a in arrays]
             q, k, v, g = (np.asarray(a, np.float64) for a in inputs)
             results = outcome(*inputs[:3], jnp.full((2, 1), lam, jnp.float32), inputs[3])
             assert all(a.dtype == jnp.bfloat16 for a in results[:4])
@@ -185,7 +190,7 @@ def assert_bfloat16_is_close(time, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("abreast", [16, 64, None])
-@pytest.mark.parametrize(("time", "width"), [(63, 64), (1024, 64), (100, 128), (1024, 128)])
+@pytest.mark.parametrize(("time", "width"), [(63, 64), (1024, 64), (100, 128), (1024, 128), (1024, 384)])
 def test_the_same_on_a_gpu(time, width, abreast, monkeypatch):
     """Sixteen sequences in one leg each, in four, and in as many as there are chunks."""
     assert jax.default_backend() == "gpu"
@@ -197,7 +202,7 @@ def test_the_same_on_a_gpu(time, width, abreast, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", [{}, {"beta": True}], ids=["plain", "weights"])
 @pytest.mark.parametrize("abreast", [2, 4])
-@pytest.mark.parametrize(("time", "width"), [(1, 64), (150, 40), (200, 64), (200, 100)])
+@pytest.mark.parametrize(("time", "width"), [(1, 64), (150, 40), (200, 64), (200, 100), (200, 130)])
 def test_compiled_kernels_equal_the_definition(time, width, features, abreast, monkeypatch):
     assert jax.default_backend() == "gpu"
     take_at_once(abreast, monkeypatch)

@@ -30,8 +30,8 @@ def has_float64() -> bool:
 
 
 def padded(width: int) -> int:
-    """Tiles have powers of two on their sides, and matrix products want 16."""
-    return max(16, 1 << (width - 1).bit_length())
+    """Tiles have powers of two on their sides, and matrix products want 16; wide ones are taken by 64 columns."""
+    return max(16, 1 << (width - 1).bit_length()) if width <= 128 else -(-width // 64) * 64
 
 
 def indices(n: int) -> Array:
@@ -91,6 +91,16 @@ def loop(count: int, body: Callable, carry: Any) -> Any:
 
 def loop_between(start: Any, stop: Any, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(start, stop, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
+
+
+def only(condition: Any, body: Callable[[], None]) -> None:
+    """Do something where it holds."""
+
+    def step(_: Any, carry: Any) -> Any:
+        body()
+        return carry
+
+    loop_between(np.int32(0), condition.astype(jnp.int32), step, np.int32(0))
 
 
 def dot(

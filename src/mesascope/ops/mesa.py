@@ -172,7 +172,7 @@ def mesa_attention(
     )
     wide = has_kernels() and inputs.keys.shape[-1] > Pallas.WIDEST and inputs.log_decay is None
     chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply, wide=wide)
-    _check_method(chosen, inputs, constant)
+    _check_method(chosen, inputs, constant, plain)
     if isinstance(chosen, Chunked | Prefix | Pallas):
         out, flat_state = _whitening_method(chosen, inputs, return_state)
     else:
@@ -184,7 +184,7 @@ def mesa_attention(
     return out, type(flat_state)(*(a.reshape(*inputs.leading, *a.shape[1:]) for a in flat_state))
 
 
-def _check_method(method: Method, inputs: Inputs, constant: bool) -> None:
+def _check_method(method: Method, inputs: Inputs, constant: bool, plain: bool) -> None:
     if constant and isinstance(method, Chunked | Prefix | Pallas | Recursive):
         raise ValueError(
             f"method {type(method).__name__} needs the regularizer to decay with the pairs: with a constant "
@@ -198,7 +198,7 @@ def _check_method(method: Method, inputs: Inputs, constant: bool) -> None:
                 "it. Use method='recursive' (closed-form backward) or 'chunked'."
             )
     if isinstance(method, Pallas):
-        Pallas.check(inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype)
+        Pallas.check(inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype, plain=plain)
     size = getattr(method, "chunk_size", None)
     if size is not None and size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {size}.")

@@ -101,20 +101,25 @@ TRIED = False
 class Pallas:
     """Fused GPU kernels: float32 or bfloat16, keys and values up to 128 wide. Without a GPU interpreted: slow.
 
+    Plain sequences, where nothing is forgotten, nothing starts afresh and no state goes on, may have keys up to 384.
+
     A compiler that shards arrays by itself cannot see into a kernel, and would gather its inputs on every device:
     there, use `jax.shard_map`, or another method.
     """
 
     WIDEST: ClassVar[int] = 128
-    """A head's matrices must fit on chip."""
+    WIDEST_KEYS: ClassVar[int] = 384
+
+    @classmethod
+    def takes(cls, key: int, value: int, *, plain: bool) -> bool:
+        """Whether there is a kernel for such heads."""
+        return value <= cls.WIDEST and key <= (cls.WIDEST_KEYS if plain and TRIED else cls.WIDEST)
 
     @classmethod
     def is_fastest(cls, key: int, value: int, dtype: Any, *, plain: bool) -> bool:
         """Whether to prefer it to `Chunked` on a GPU (measured: benchmarks/kernels.md).
 
-        Args:
-            plain: nothing is forgotten, nothing starts afresh, and no state goes on. Otherwise heads are walked one
-                block after the other, which wins up to widths of 64.
+        Sequences that are not plain are walked one block after the other, which wins up to widths of 64.
         """
         widest = cls.WIDEST if plain and TRIED else 64
         return has_kernels() and dtype == jnp.float32 and max(key, value) <= widest
@@ -125,12 +130,12 @@ class Pallas:
         return TRIED and has_kernels() and dtype == jnp.float32 and max(key, value) <= cls.WIDEST
 
     @classmethod
-    def check(cls, key: int, value: int, dtype: Any) -> None:
+    def check(cls, key: int, value: int, dtype: Any, *, plain: bool) -> None:
         """Refuse what it cannot do, naming what can."""
-        if max(key, value) > cls.WIDEST:
+        if not cls.takes(key, value, plain=plain):
             raise ValueError(
-                f"method 'pallas' takes keys and values up to {cls.WIDEST} wide, got {key} and {value}. "
-                "Use method='chunked'."
+                f"method 'pallas' takes keys and values up to {cls.WIDEST} wide (keys up to {cls.WIDEST_KEYS} without "
+                f"log_decay, segment_ids and state), got {key} and {value}. Use method='chunked'."
             )
         if dtype != jnp.float32 and jax.default_backend() == "gpu":
             raise TypeError(f"method 'pallas' computes in float32, got {dtype}. Use method='chunked'.")

@@ -20,6 +20,8 @@ A kernel is a list of products of 64 × 64 × 64. What goes into one is loaded f
 where the next one takes it up: a thread then never holds more than one of them, and nothing is spilled.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +31,10 @@ from jax import lax
 from jaxtyping import Array
 
 from mesascope.ops.factor import matmul, transpose
-from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, loop_between, store
+from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, only, store
 from mesascope.ops.pallas_states import (
     CHUNK,
+    COLUMNS,
     Refs,
     after_chunks,
     at,
@@ -43,6 +46,7 @@ from mesascope.ops.pallas_states import (
     given,
     inverted,
     legs,
+    piece,
     programs,
     run,
     share,
@@ -68,6 +72,11 @@ class _Chunk(NamedTuple):
         rows, columns = (indices(CHUNK) if a is None else a for a in (rows, columns))
         return load(self.refs[name], rows, columns, number=self.number)
 
+    def latest(self, name: str, columns: Array) -> Array:
+        """The same of what this kernel may have written."""
+        lines, new = indices(CHUNK), self.refs.get("new_" + name)
+        return load(self.refs[name] if new is None else new, lines, columns, number=self.number)
+
     def keep(self, name: str, value: Array, columns: Array | None = None, rows: Array | None = None) -> None:
         """Store it, after all threads have loaded what may have been there, and before any of them loads it."""
         rows, columns = (indices(CHUNK) if a is None else a for a in (rows, columns))
@@ -88,10 +97,37 @@ class _Chunk(NamedTuple):
         return array if beta is None else beta[None, :] * array
 
 
-def _meet(shape: Shape, refs: Refs, leg: Any) -> None:
+def _in_parts(shape: Shape) -> bool:
+    """Whether the columns of a chunk are shared by several programs: where there are many, and legs are few."""
+    return shape.widest > 2 * COLUMNS
+
+
+def _parts(shape: Shape, width: int = COLUMNS) -> int:
+    """How many programs share a chunk of every leg: one for each piece of its keys' columns and of its values'."""
+    return (shape.key_tile + max(width, shape.value_tile)) // width if _in_parts(shape) else 1
+
+
+def _part(shape: Shape, block: Any, width: int = COLUMNS) -> tuple[Any, Any]:
+    """A program's leg, and which piece of it is its own."""
+    count = np.int32(_parts(shape, width))
+    return (block, np.int32(0)) if count == 1 else (lax.div(block, count), lax.rem(block, count))
+
+
+def _each(shape: Shape, number: Any, of_keys: Callable, of_values: Callable, *, width: int = COLUMNS) -> None:
+    """Do something with the piece of this number of the keys' or of the values' columns, or with all of both."""
+    if not _in_parts(shape):
+        each(shape.key_tile, of_keys, width=width)
+        each(shape.value_tile, of_values, width=width)
+        return
+    before = np.int32(shape.key_tile // width)
+    only(number < before, lambda: of_keys(number, piece(number, width)))
+    only(number >= before, lambda: of_values(number, piece(number - before, min(width, shape.value_tile))))
+
+
+def _meet(shape: Shape, refs: Refs, block: Any) -> None:
     """What a chunk finds: B in the place of M, V - K Φᵀ in that of E, and P."""
+    leg, number = _part(shape, block)
     chunk, key = _Chunk(shape, refs, at(shape, refs, leg)), shape.key_tile
-    wide = refs["new_gram"].dtype
 
     def of_keys(_: Any, columns: Array) -> None:
         chunk.keep(
@@ -106,65 +142,76 @@ def _meet(shape: Shape, refs: Refs, leg: Any) -> None:
         barrier()
         chunk.keep("e", chunk.given("v", columns).astype(met.dtype) - met, columns)
 
-    def of_both(p: Array) -> Array:
-        k = chunk.given("k", p)
-        return exact(chunk.read("new_m", p).astype(wide), k if shape.coarse else k.astype(wide), (1, 1))
+    _each(shape, number, of_keys, of_values)
+    if not _in_parts(shape):
+        _overlap(shape, refs, leg)
 
-    each(key, of_keys)
-    each(shape.value_tile, of_values)
-    met = total(key, of_both, width=_NARROW)
+
+def _overlap(shape: Shape, refs: Refs, leg: Any) -> None:
+    """P, when B is there."""
+    chunk, wide = _Chunk(shape, refs, at(shape, refs, leg)), refs["new_gram"].dtype
+
+    def term(p: Array) -> Array:
+        k = chunk.given("k", p)
+        return exact(chunk.latest("m", p).astype(wide), k if shape.coarse else k.astype(wide), (1, 1))
+
+    met = total(shape.key_tile, term, width=_NARROW)
     store(refs["new_gram"], indices(CHUNK), indices(CHUNK), None, met, number=leg)
 
 
-def _move(shape: Shape, refs: Refs, leg: Any) -> None:
-    """M and E; R and Φ for the next chunk of the leg; and G⁻¹ as gradients need it, of diag(β) G diag(β)⁻¹."""
-    number, lines = at(shape, refs, leg), indices(CHUNK)
-    chunk, key, beta = _Chunk(shape, refs, number), shape.key_tile, weights_of(shape, refs, tokens_of(number))
+def _solve(shape: Shape, refs: Refs, block: Any) -> None:
+    """M and E."""
+    leg, number = _part(shape, block, _NARROW)
+    chunk, lines = _Chunk(shape, refs, at(shape, refs, leg)), indices(CHUNK)
 
-    def inverse() -> Array:
-        return load(refs["solve"], lines, lines, number=leg)
+    def of(name: str, _: Any, columns: Array) -> None:
+        right = chunk.read(name, columns)
+        inverse = load(refs["solve"], lines, lines, number=leg)
+        chunk.keep(name, exact(inverse, right.astype(inverse.dtype)).astype(right.dtype), columns)
 
-    def solved(name: str, tile: int) -> None:
-        def part(_: Any, columns: Array) -> None:
-            right = chunk.read(name, columns)
-            chunk.keep(name, exact(inverse(), right.astype(refs["solve"].dtype)).astype(right.dtype), columns)
+    _each(shape, number, partial(of, "m"), partial(of, "e"), width=_NARROW)
 
-        each(tile, part, width=_NARROW)
 
-    def update(state: str, name: str, tile: int, sign: float) -> None:
-        def rows(_: Any, row: Array) -> None:
-            def columns(_: Any, column: Array) -> None:
-                change = exact(chunk.read("new_" + name, row), weighted(chunk.read("new_m", column)), (0, 0))
-                barrier()
-                before = chunk.read(state, column, row)
-                store(refs["new_" + state], row, column, None, before + sign * change, number=number + 1)
-
-            each(key, columns)
-
-        each(tile, rows)
+def _update(shape: Shape, refs: Refs, block: Any) -> None:
+    """R and Φ for the next chunk of the leg; and G⁻¹ as gradients need it, of diag(β) G diag(β)⁻¹."""
+    leg, number = _part(shape, block)
+    at_chunk, lines, key = at(shape, refs, leg), indices(CHUNK), shape.key_tile
+    chunk, beta = _Chunk(shape, refs, at_chunk), weights_of(shape, refs, tokens_of(at_chunk))
 
     def weighted(array: Array) -> Array:
         return array if beta is None else beta[:, None] * array
 
-    solved("m", key)
-    solved("e", shape.value_tile)
+    def invert() -> None:
+        kept = load(refs["solve"], lines, lines, number=leg).astype(shape.dtype)
+        if beta is not None:
+            i, j = lines[:, None], lines[None, :]
+            met = total(key, lambda p: exact(chunk.given("k", p), chunk.latest("m", p), (1, 1)))
+            met = exact(kept, jnp.where(i > j, met, 0.0))
+            scale = jnp.sum(jnp.where(i == j, kept, 0.0), 0)
+            kept = (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :]
+        chunk.keep("inverse", kept)
+
+    def change(state: str, name: str, sign: float, _: Any, row: Array) -> None:
+        def columns(_: Any, column: Array) -> None:
+            met = exact(chunk.latest(name, row), weighted(chunk.latest("m", column)), (0, 0))
+            barrier()
+            before = chunk.read(state, column, row)
+            store(refs["new_" + state], row, column, None, before + sign * met, number=at_chunk + 1)
+
+        each(key, columns)
+
+    def go_on() -> None:
+        _each(shape, number, partial(change, "r", "m", -1.0), partial(change, "phi", "e", 1.0))
+
+    only(number == 0, invert) if _in_parts(shape) else invert()
+    only(refs["turn"][0] + 1 != legs(shape)[1], go_on)
+
+
+def _move(shape: Shape, refs: Refs, leg: Any) -> None:
+    """Both at once."""
+    _solve(shape, refs, leg)
     barrier()
-    kept = inverse().astype(shape.dtype)
-    if beta is not None:
-        i, j = lines[:, None], lines[None, :]
-        met = total(key, lambda p: exact(chunk.given("k", p), chunk.read("new_m", p), (1, 1)))
-        met = exact(kept, jnp.where(i > j, met, 0.0))
-        scale = jnp.sum(jnp.where(i == j, kept, 0.0), 0)
-        kept = (jnp.where(i == j, 1.0, 0.0) - beta[:, None] * met) * scale[None, :]
-    chunk.keep("inverse", kept)
-
-    def go_on(_: Any, carry: Any) -> Any:
-        update("r", "m", key, -1.0)
-        update("phi", "e", shape.value_tile, 1.0)
-        return carry
-
-    last = refs["turn"][0] + 1 == legs(shape)[1]
-    loop_between(np.int32(0), 1 - last.astype(jnp.int32), go_on, np.int32(0))
+    _update(shape, refs, leg)
 
 
 def _causal(array: Array) -> Array:
@@ -284,15 +331,25 @@ def _walk(shape: Shape, k: Array, v: Array, beta: Array | None, begun: dict[str,
     def step(turn: Any, found: dict[str, Array]) -> dict[str, Array]:
         now = dict(turn=jnp.full((shape.batch, 1), turn, jnp.int32), beta=beta)
 
-        def taken(kernel: Any, inputs: dict, places: tuple[str, ...], **others: Any) -> dict[str, Array]:
-            """What a kernel writes into arrays of all chunks, and others."""
+        def taken(kernel: Any, inputs: dict, places: tuple[str, ...], parts: int = 1, **others: Any) -> None:
+            """Have a kernel write into arrays of all chunks, and into others."""
             outputs = {name: arrays[name] for name in places} | others
-            in_place = {name: name for name in places}
-            return run(shape, kernel, now | inputs | found, outputs, blocks=count, in_place=in_place)
+            settings = dict(blocks=count * parts, in_place={name: name for name in places})
+            found.update(run(shape, kernel, now | inputs | found, outputs, **settings))
 
-        found = found | taken(_meet, dict(k=k, v=v), ("m", "e"), gram=gram)
+        found = dict(found)
+        if _in_parts(shape):
+            taken(_meet, dict(k=k, v=v), ("m", "e"), _parts(shape))
+            taken(_overlap, dict(k=k), (), gram=gram)
+        else:
+            taken(_meet, dict(k=k, v=v), ("m", "e"), gram=gram)
         solve = inverted(shape, found.pop("gram"), now)
-        return found | taken(_move, dict(k=k, solve=solve), ("m", "e", "inverse", "r", "phi"))
+        if _in_parts(shape):
+            taken(_solve, dict(solve=solve), ("m", "e"), _parts(shape, _NARROW))
+            taken(_update, dict(k=k, solve=solve), ("inverse", "r", "phi"), _parts(shape))
+        else:
+            taken(_move, dict(k=k, solve=solve), ("m", "e", "inverse", "r", "phi"))
+        return found
 
     with jax.enable_x64(True):  # the same program in any case
         if size > _UNROLLED:

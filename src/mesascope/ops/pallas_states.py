@@ -38,11 +38,11 @@ from mesascope.ops.kernels import (
 
 CHUNK = 64
 _TILE = 16
-_COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
+COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
 _STRIP = 32  # rows of a running sum that one program holds
 _PROGRAMS = 256  # fewer leave much of a GPU idle
-# Chunks that are taken at once, by the width of the wider tile: so many hide the steps in which each is factored.
-_ABREAST = {64: 1536, 128: 1024}
+# Chunks that are taken at once, by the widest tile that it holds for: so many hide the steps in which each is factored.
+_ABREAST = {64: 1536, 128: 1024, 384: 192}
 
 Refs = dict[str, Any]
 
@@ -57,7 +57,7 @@ def exact(a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, bits: int =
 def legs(shape: Shape) -> tuple[int, int]:
     """Into how many legs of how many chunks a sequence is cut, which are walked side by side."""
     count = shape.blocks(CHUNK)
-    abreast = _ABREAST[max(64, shape.widest)]
+    abreast = next(count for widest, count in _ABREAST.items() if shape.widest <= widest)
     size = -(-count // min(count, -(-abreast // shape.batch)))
     return -(-count // size), size
 
@@ -89,12 +89,12 @@ def _times(beta: Array | None, array: Array) -> Array:
 
 def programs(tile: int) -> int:
     """By how many programs the columns of a chunk are shared."""
-    return max(1, tile // _COLUMNS)
+    return max(1, tile // COLUMNS)
 
 
 def share(tile: int, block: Any) -> tuple[Any, Array]:
     """A program's chunk, and its columns."""
-    count, width = np.int32(programs(tile)), min(tile, _COLUMNS)
+    count, width = np.int32(programs(tile)), min(tile, COLUMNS)
     if count == 1:
         return block, indices(width)
     return lax.div(block, count), piece(lax.rem(block, count), width)
@@ -104,7 +104,7 @@ def piece(index: Any, width: int) -> Array:
     return index * width + indices(width)
 
 
-def each(tile: int, body: Callable[[Any, Array], None], *, width: int = _COLUMNS) -> None:
+def each(tile: int, body: Callable[[Any, Array], None], *, width: int = COLUMNS) -> None:
     """Do something with every piece of a tile's rows or columns."""
     width = min(tile, width)
     if tile == width:
@@ -119,7 +119,7 @@ def each(tile: int, body: Callable[[Any, Array], None], *, width: int = _COLUMNS
 
 
 def total(
-    tile: int, term: Callable[[Array], Array], start: Array | None = None, *, width: int = _COLUMNS
+    tile: int, term: Callable[[Array], Array], start: Array | None = None, *, width: int = COLUMNS
 ) -> Array:
     """The sum of a term over the pieces of a tile."""
     width = min(tile, width)
@@ -136,20 +136,27 @@ def total(
     return loop(tile // width, step, start)
 
 
+def _across(shape: Shape) -> int:
+    """How many columns of H one program holds."""
+    return shape.key_tile if shape.key_tile <= 2 * COLUMNS else COLUMNS
+
+
 def _grams_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
     """Some rows of H before every chunk. By half chunks: registers are few."""
+
+    across = _across(shape)
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
         for half in range(2):
             lines = half * CHUNK // 2 + indices(CHUNK // 2)
             beta = weights_of(shape, refs, chunk * CHUNK + lines)
             barrier()
-            a, k = (given(refs["k"], chunk, some, lines, shape.key_tile) for some in (rows, columns))
+            a, k = (given(refs["k"], chunk, some, lines, across) for some in (rows, columns))
             a = a if beta is None else beta[:, None] * a
             sum = sum + dot(a.astype(sum.dtype), k.astype(sum.dtype), (0, 0))
         return sum
 
-    _over_chunks(shape, refs, block, add, rows=_STRIP, columns=shape.key_tile, **over)
+    _over_chunks(shape, refs, block, add, rows=_STRIP, columns=across, **over)
 
 
 def _moments_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
@@ -205,8 +212,8 @@ def _over_chunks(
     stretch: int,
     alone: bool,
     every: int = 1,
-    rows: int = _COLUMNS,
-    columns: int = _COLUMNS,
+    rows: int = COLUMNS,
+    columns: int = COLUMNS,
     backwards: bool = False,
 ) -> None:
     """A piece of a running sum over a stretch of chunks, written before every chunk (or after it), or before some.
@@ -268,8 +275,8 @@ def _running(
     known: bool,
     every: int = 1,
     in_place: dict[str, str] | None = None,
-    rows: int = _COLUMNS,
-    columns: int = _COLUMNS,
+    rows: int = COLUMNS,
+    columns: int = COLUMNS,
 ) -> dict[str, Array]:
     """Running sums of one kind; where heads are few, over stretches of time side by side.
 
@@ -479,7 +486,7 @@ def before_legs(
                 known=True,
                 every=size,
                 rows=_STRIP,
-                columns=key,
+                columns=_across(shape),
             )["sum"]
             ends["moment"] = _running(
                 shape,
