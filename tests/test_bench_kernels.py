@@ -14,8 +14,10 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def measured():
-    console = Console(record=True, width=200)
-    return kernel_table(console, TINY, repeats=2, peer=False), console.export_text()
+    console, rows, saved = Console(record=True, width=200), [], []
+    kernel_table(console, rows, TINY, repeats=2, peer=False, after=lambda: saved.append(len(rows)))
+    assert saved == list(range(1, len(rows) + 1))
+    return rows, console.export_text()
 
 
 @pytest.mark.slow
@@ -36,23 +38,24 @@ def test_rows(measured):
     assert "2×20×8→4" in printed
 
 
-@pytest.mark.slow
-def test_an_error_is_seen(measured, monkeypatch):
-    """Of the outputs alone, and of the first tokens alone where there are many."""
-    q, k, v, g = bench_kernels.inputs(TINY[0], "float32")
-    exact = bench_kernels.exact64(
-        *(bench_kernels.np.asarray(a) for a in (q, k, v)), 1.0, bench_kernels.np.asarray(g)
-    )
-    assert bench_kernels.error(exact, q, k, v, g) == 0
+def test_an_error_is_seen(monkeypatch):
+    """Of outputs and gradients; of the first tokens' outputs alone, where there are many."""
+    shape = TINY[0]
+    exact = bench_kernels.exactly(shape, "float32")
+    assert [a.shape for a in exact] == [(2, 20, 4), (2, 20, 8), (2, 20, 8), (2, 20, 4), (2, 1)]
+    assert bench_kernels.error(exact, exact, 1.0) == 0
     worse = [exact[0], 1.01 * exact[1], *exact[2:]]
-    assert bench_kernels.error(worse, q, k, v, g) == pytest.approx(0.01)
+    assert bench_kernels.error(worse, exact, 1.0) == pytest.approx(0.01)
+    assert bench_kernels.error([*exact[:4], 1.5 * exact[4]], exact, 1.0) == pytest.approx(0.5)
+
     monkeypatch.setattr(bench_kernels, "LONG", 10)
-    assert bench_kernels.error(worse, q, k, v, g) < 1e-12
+    first = bench_kernels.exactly(shape, "float32")
+    assert bench_kernels.error(worse, first, 1.0) < 1e-12
     late = exact[0].copy()
     late[:, 15] += 1
-    assert bench_kernels.error([late], q, k, v, g) < 1e-12
+    assert bench_kernels.error([late], first, 1.0) < 1e-12
     late[:, 5] += 1
-    assert bench_kernels.error([late], q, k, v, g) > 0.1
+    assert bench_kernels.error([late], first, 1.0) > 0.1
 
 
 def test_growth():

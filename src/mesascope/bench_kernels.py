@@ -6,6 +6,7 @@ peer is given the same numbers: bfloat16, no forgetting, and thirty steps of con
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,7 +29,6 @@ from mesascope.bench import (
     memory_table,
     relative_error,
     scaling_table,
-    sequences,
     speed_table,
     timings,
     with_gradients,
@@ -67,9 +67,14 @@ SHAPES = (
 
 def inputs(shape: Shape, dtype: str) -> tuple[jax.Array, ...]:
     """Queries, keys of unit norm, values and cotangents of outputs."""
-    q, k, v, g = sequences(shape.batch, shape.time, shape.key)
-    given = (q, k, v[..., : shape.value], g[..., : shape.value])
-    return tuple(jnp.asarray(a, dtype) for a in given)
+    sizes = (shape.key, shape.key, shape.value, shape.value)
+    seeds = jax.random.split(jax.random.key(0), len(sizes))
+    q, k, v, g = (
+        jax.random.normal(seed, (shape.batch, shape.time, n), jnp.float32)
+        for seed, n in zip(seeds, sizes, strict=True)
+    )
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    return tuple(a.astype(dtype) for a in (q, k, v, g))
 
 
 def functions(method: str | Method) -> dict[Pass, Callable]:
@@ -81,28 +86,49 @@ def functions(method: str | Method) -> dict[Pass, Callable]:
     return {"forward": lambda q, k, v, lam, g: (op(q, k, v, lam),), "forward+backward": with_gradients(op)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is compiled and timed: one pass of one method."""
+
+    shape: Shape
+    dtype: str
+    method: str | Method
+    name: Pass
+
+    def compile(self) -> jax.stages.Compiled:
+        shape, dtype = self.shape, jnp.dtype(self.dtype)
+        q, v = (jax.ShapeDtypeStruct((shape.batch, shape.time, n), dtype) for n in (shape.key, shape.value))
+        lam = jax.ShapeDtypeStruct((shape.batch, 1), jnp.float32)
+        return jax.jit(functions(self.method)[self.name]).lower(q, q, v, lam, v).compile()
+
+
+def measure(
+    program: Program, compiled: jax.stages.Compiled, exact: list[np.ndarray], *, repeats: int
+) -> dict[str, Any]:
+    """A row of the table."""
+    shape = program.shape
+    q, k, v, g = inputs(shape, program.dtype)
+    arguments = (q, k, v, jnp.full((shape.batch, 1), LAM, jnp.float32), g)
+    time = timings({"": compiled}, arguments, repeats=repeats)[""]
+    results = [np.asarray(a[:FEW], np.float64) for a in compiled(*arguments)]
+    return {
+        "shape": [shape.batch, shape.time, shape.key],
+        "value": shape.value,
+        "dtype": program.dtype,
+        "pass": program.name,
+        "method": str(program.method),
+        "ms": time.median,
+        "quartiles": [time.low, time.high],
+        "gigabytes": _peak(compiled),
+        "error": error(results, exact, float(np.linalg.norm(np.asarray(g[:FEW], np.float32)))),
+    }
+
+
 def ours(shape: Shape, dtype: str, method: str | Method, *, repeats: int) -> list[dict[str, Any]]:
     """A row for each pass."""
-    q, k, v, g = inputs(shape, dtype)
-    arguments = (q, k, v, jnp.full((shape.batch, 1), LAM, jnp.float32), g)
-    rows = []
-    for name, function in functions(method).items():
-        time = timings({"": function}, arguments, repeats=repeats)[""]
-        compiled = jax.jit(function).lower(*arguments).compile()
-        rows.append(
-            {
-                "shape": [shape.batch, shape.time, shape.key],
-                "value": shape.value,
-                "dtype": dtype,
-                "pass": name,
-                "method": str(method),
-                "ms": time.median,
-                "quartiles": [time.low, time.high],
-                "gigabytes": _peak(compiled),
-                "error": error([np.asarray(a, np.float64) for a in compiled(*arguments)], q, k, v, g),
-            }
-        )
-    return rows
+    exact = exactly(shape, dtype)
+    programs = (Program(shape=shape, dtype=dtype, method=method, name=name) for name in get_args(Pass))
+    return [measure(program, program.compile(), exact, repeats=repeats) for program in programs]
 
 
 def _peak(compiled: Any) -> float | None:
@@ -114,14 +140,20 @@ def _peak(compiled: Any) -> float | None:
     return (total - found.alias_size_in_bytes) / 1e9
 
 
-def error(results: list[np.ndarray], q: Any, k: Any, v: Any, g: Any) -> float:
-    """The largest relative error of the outputs and, if given, of the gradients, on the first sequences."""
-    if np.shape(q)[1] > LONG:
-        (q, k, v, g), results = (a[:, :LONG] for a in (q, k, v, g)), [results[0][:, :LONG]]
-    q, k, v, g = (np.asarray(a[:FEW], np.float32) for a in (q, k, v, g))
+def exactly(shape: Shape, dtype: str) -> list[np.ndarray]:
+    """Outputs and gradients of the first sequences; of long ones, outputs of the first tokens."""
+    q, k, v, g = (np.asarray(a[:FEW, :LONG], np.float32) for a in inputs(shape, dtype))
     exact = exact64(q, k, v, LAM, g)
-    scale = float(np.linalg.norm(g))
-    return max(relative_error(a[:FEW], b, zero=scale) for a, b in zip(results, exact, strict=False))
+    return exact if shape.time <= LONG else exact[:1]
+
+
+def error(results: list[np.ndarray], exact: list[np.ndarray], scale: float) -> float:
+    """The largest relative error of what there is of outputs and gradients; relative to `scale` where these vanish."""
+    errors = []
+    for a, b in zip(results, exact, strict=False):
+        cut = a[: len(b)] if a.ndim < 3 else a[: len(b), : b.shape[1]]
+        errors.append(relative_error(cut, b, zero=scale))
+    return max(errors)
 
 
 def has_peer() -> bool:
@@ -129,7 +161,7 @@ def has_peer() -> bool:
     return find_spec("torch") is not None and find_spec("fla") is not None
 
 
-def theirs(shape: Shape, *, repeats: int) -> dict[Pass, dict[str, Any]]:
+def theirs(shape: Shape, exact: list[np.ndarray], *, repeats: int) -> dict[Pass, dict[str, Any]]:
     """The peer's time, memory and error, by pass."""
     import torch  # pyright: ignore[reportMissingImports]
     from fla.ops.mesa_net import chunk_mesa_net  # pyright: ignore[reportMissingImports]
@@ -176,43 +208,81 @@ def theirs(shape: Shape, *, repeats: int) -> dict[Pass, dict[str, Any]]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         gradients = call() if name != "forward" else ()
-        results = [back(forward()), *map(back, gradients)]
+        results = [a[:FEW] for a in (back(forward()), *map(back, gradients))]
         found[name] = {
             "peer_ms": median(call),
             "peer_gigabytes": torch.cuda.max_memory_allocated() / 1e9,
-            "peer_error": error(results, *numpy),
+            "peer_error": error(results, exact, float(np.linalg.norm(numpy[3][:FEW]))),
         }
     return found
 
 
 def kernel_table(
-    console: Console, shapes: tuple[Shape, ...] = SHAPES, *, repeats: int, peer: bool | None = None
-) -> list[dict[str, Any]]:
-    """Measure every shape, print the table, and return its rows."""
+    console: Console,
+    rows: list[dict[str, Any]],
+    shapes: tuple[Shape, ...] = SHAPES,
+    *,
+    repeats: int,
+    peer: bool | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure every shape, and print the table. All is compiled beforehand, side by side.
+
+    Args:
+        rows: where to put what was measured.
+        after: what to do after every row, such as saving it.
+    """
     table = Table(title="the mesa operation, and flash-linear-attention's (30 steps of conjugate gradients)")
     for column in ("shape", "dtype", "pass", "method", "ms", "GB", "error", "theirs: ms", "GB", "error"):
         table.add_column(
             column, justify="left" if column in ("shape", "dtype", "pass", "method") else "right"
         )
-    rows: list[dict[str, Any]] = []
+    compiled, exact = prepare(console, shapes)
+    first = len(rows)
     for shape in shapes:
-        with console.status(f"timing {shape}"):
-            beside = theirs(shape, repeats=repeats) if (has_peer() if peer is None else peer) else {}
-            for dtype in shape.dtypes:
-                for method in _worth_timing(shape):
-                    for row in ours(shape, dtype, method, repeats=repeats):
-                        rows.append(row | beside.get(row["pass"], {}))
-                        table.add_row(*_cells(rows[-1]))
+        beside: dict[Pass, dict[str, Any]] = {}
+        if has_peer() if peer is None else peer:
+            with console.status(f"timing flash-linear-attention at {shape}"):
+                beside = theirs(shape, exact[shape, "bfloat16"].result(), repeats=repeats)
+        for program in (p for p in compiled if p.shape == shape):
+            with console.status(f"timing {program}"):
+                row = measure(
+                    program,
+                    compiled[program].result(),
+                    exact[shape, program.dtype].result(),
+                    repeats=repeats,
+                )
+            rows.append(row | beside.get(program.name, {}))
+            table.add_row(*_cells(rows[-1]))
+            after()
     console.print(table)
-    for line in growth(rows):
+    for line in growth(rows[first:]):
         console.print(line, highlight=False)
-    return rows
+
+
+def prepare(
+    console: Console, shapes: tuple[Shape, ...]
+) -> tuple[dict[Program, Future], dict[tuple[Shape, str], Future]]:
+    """Every program compiled, and what it should compute, by shape and dtype."""
+    programs = [
+        Program(shape=shape, dtype=dtype, method=method, name=name)
+        for shape in shapes
+        for dtype in shape.dtypes
+        for method in _worth_timing(shape)
+        for name in get_args(Pass)
+    ]
+    dtypes = {(shape, dtype) for shape in shapes for dtype in ("bfloat16", *shape.dtypes)}
+    with console.status(f"compiling {len(programs)} programs"), ThreadPoolExecutor() as pool:
+        compiled = {program: pool.submit(program.compile) for program in programs}
+        exact = {one: pool.submit(exactly, *one) for one in dtypes}
+    return compiled, exact
 
 
 def _worth_timing(shape: Shape) -> list[str]:
     """What `mesa_attention` takes by itself, and the kernels, if they take such heads and it does not take them."""
-    chosen = Pallas.is_fastest(shape.key, shape.value, jnp.float32, plain=True)
-    return ["auto"] if chosen or max(shape.key, shape.value) > Pallas.WIDEST else ["auto", "pallas"]
+    sides = shape.key, shape.value
+    chosen = Pallas.is_fastest(*sides, jnp.float32, plain=True)
+    return ["auto"] if chosen or not Pallas.takes(*sides, plain=True) else ["auto", "pallas"]
 
 
 def growth(rows: list[dict[str, Any]]) -> list[str]:
@@ -252,7 +322,7 @@ def bench_gpu(*, repeats: int, out: Path | None) -> Report:
     console, report = begin()
     speed = partial(partial, speed_table, console, report, repeats=repeats)
     tables = [
-        lambda: report.rows.extend(kernel_table(console, repeats=repeats)),
+        partial(kernel_table, console, report.rows, repeats=repeats, after=lambda: out and report.write(out)),
         speed((1024, 50, 20)),
         # Storing every H_t or R_t of the larger shapes takes tens of gigabytes.
         speed((5120, 50, 20), skip=SLOW),
