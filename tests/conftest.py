@@ -1,7 +1,8 @@
 """Strict arithmetic for every test: float64 available, no silent dtype promotion.
 
 Most of the time goes into compiling, so programs are compiled with few optimizations, except in the modules that
-say `OPTIMIZED = True`: those that measure rounding errors or run the programs that users run.
+say `OPTIMIZED = True`: those that measure rounding errors or run the programs that users run. On a GPU all are: kernels
+are what is tested there.
 """
 
 import gc
@@ -25,7 +26,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly(request):
-    quickly = not getattr(request.module, "OPTIMIZED", False)
+    quickly = jax.default_backend() == "cpu" and not getattr(request.module, "OPTIMIZED", False)
     jax.config.update("jax_disable_most_optimizations", quickly)
     yield
     # Every compiled program maps memory, and a process may have only so many mappings before XLA crashes.
