@@ -56,8 +56,8 @@ class Shape(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """How many digits of its factors count in a product that is not multiplied further."""
-        return 16 if self.coarse else 24
+        """How many digits of its factors count in a product that is not multiplied further. Long keys cancel more."""
+        return 16 if self.coarse and self.key_tile <= 128 else 24
 
     @property
     def key_tile(self) -> int:

@@ -15,7 +15,11 @@ def has_kernels() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """One dense solve per time step: the definition."""
+    """One dense solve per time step: the definition.
+
+    With `return_state` and keys wider than 128 it may hang on a CPU of few cores: batched LAPACK calls that XLA runs
+    side by side can wait for each other (seen with jax 0.10).
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

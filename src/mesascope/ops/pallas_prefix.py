@@ -6,15 +6,15 @@ With R and Φ before a chunk, and the chunk's keys, values and queries,
     R ← R - Mᵀ β M        Φ ← Φ + Eᵀ β M
 
 where G is for β = 1 the Cholesky factor of I + P. R and Φ before a leg come from the sums over all earlier pairs
-(`pallas_states.py`). Where there are heads enough there is one leg, and no such sums. P, G⁻¹ and the products with it
-are in float64: what is in float32 then loses less than the classical recursion does (benchmarks/kernels.md). Nothing
-is divided by β.
+(`pallas_states.py`). Where there are heads enough there is one leg, and no such sums. These sums and what follows from
+them, P, G⁻¹ and the products with it are in float64: what is in float32 then loses less than the classical recursion
+does (benchmarks/kernels.md). Nothing is divided by β.
 
 The gradient is that of `pallas.py` with the chunk for a block (there: N for M, f for E, α, ρ, κ, ν, W and P), all
 chunks at once, and then sums from the end.
 
 Where queries, keys, values and outputs are in bfloat16 they are read and written as such. Then all is in float32 but
-the sums before legs, and products that are not multiplied further take 16 digits of their factors.
+the sums before legs, and products that are not multiplied further take 16 digits of their factors, but for long keys.
 
 A kernel is a list of products of 64 × 64 × 64. What goes into one is loaded for it, and what comes out is stored, also
 where the next one takes it up: a thread then never holds more than one of them, and nothing is spilled.
@@ -30,7 +30,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mesascope.ops.factor import matmul, transpose
 from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, only, store
 from mesascope.ops.pallas_states import (
     CHUNK,
@@ -373,11 +372,7 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
         dict(out=empty(shape, count, CHUNK, value, dtype=q.dtype)),
         blocks=count,
     )["out"]
-    if final is not None:
-        last, moment = final[0][:, : shape.key, : shape.key], final[1][:, : shape.value, : shape.key]
-        met = matmul(last, transpose(moment))
-        kept |= dict(factor=transpose(last), weights_t=matmul(transpose(last), met))
-    return kept | dict(out=_joined(shape, out, shape.value))
+    return kept | (final or {}) | dict(out=_joined(shape, out, shape.value))
 
 
 def backward(

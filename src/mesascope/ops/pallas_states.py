@@ -4,12 +4,12 @@ r"""What `pallas_prefix.py` needs besides products: sums over pairs before and a
     P = K R Kᵀ of a chunk,   c_j = column j of P / √s_j,   s_j = 1 + β_j P_jj,   P ← P - β_j c_j c_jᵀ     j = 0, 1, …
     G = tril(c, -1) diag(β) + diag(√s)            G⁻¹ = its inverse
 
-What is factored must be known to more than float32: 1/λ drowns in the rounding of H, and 1 in that of P (README.md).
-So H, P and their factors are in float64, which the matrix units of a data-center GPU do as fast as three TF32
-products; with inputs in bfloat16, P and its factor in float32. A factorization is a chain of dependent steps. It is
-done by one warp per matrix, whose sums need no shared memory, in tiles of 16 × 16 with all between them as matrix
-products, and with thousands of matrices side by side. Running sums stay in registers over chunks: one program walks
-a piece of them, and where heads are few, a stretch of time.
+What is factored must be known to more than float32: 1/λ drowns in the rounding of H, and 1 in that of P (README.md);
+and what S R is off by, where keys are few, R multiplies. So H, S, P and the factors are in float64, which the matrix
+units of a data-center GPU do as fast as three TF32 products; with inputs in bfloat16, P and its factor in float32. A
+factorization is a chain of dependent steps. It is done by one warp per matrix, whose sums need no shared memory, in
+tiles of 16 × 16 with all between them as matrix products, and with thousands of matrices side by side. Running sums
+stay in registers over chunks: one program walks a piece of them, and where heads are few, a stretch of time.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from mesascope.ops.factor import matmul, transpose
 from mesascope.ops.kernels import (
     Shape,
     barrier,
@@ -141,38 +142,23 @@ def _across(shape: Shape) -> int:
     return shape.key_tile if shape.key_tile <= 2 * COLUMNS else COLUMNS
 
 
-def _grams_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
-    """Some rows of H before every chunk. By half chunks: registers are few."""
-
+def _pairs_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
+    """Some rows of H before every leg, or of S if there are values. By half chunks: registers are few."""
     across = _across(shape)
+    name, tile = ("v", shape.value_tile) if "v" in refs else ("k", across)
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
         for half in range(2):
             lines = half * CHUNK // 2 + indices(CHUNK // 2)
             beta = weights_of(shape, refs, chunk * CHUNK + lines)
             barrier()
-            a, k = (given(refs["k"], chunk, some, lines, across) for some in (rows, columns))
+            a = given(refs[name], chunk, rows, lines, tile)
+            k = given(refs["k"], chunk, columns, lines, across)
             a = a if beta is None else beta[:, None] * a
             sum = sum + dot(a.astype(sum.dtype), k.astype(sum.dtype), (0, 0))
         return sum
 
     _over_chunks(shape, refs, block, add, rows=_STRIP, columns=across, **over)
-
-
-def _moments_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
-    """A piece of S before every chunk. By half chunks: rounding errors are smaller."""
-
-    def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
-        for half in range(2):
-            lines = half * CHUNK // 2 + indices(CHUNK // 2)
-            beta = weights_of(shape, refs, chunk * CHUNK + lines)
-            v, k = (given(refs[name], chunk, some, lines) for name, some in (("v", rows), ("k", columns)))
-            if beta is not None:
-                v = beta[:, None] * v.astype(shape.dtype)
-            sum = sum + exact(v, k, (0, 0))
-        return sum
-
-    _over_chunks(shape, refs, block, add, **over)
 
 
 def _grams_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
@@ -420,39 +406,38 @@ def _factor_chunks(shape: Shape, refs: Refs, leg: Any) -> None:
 
 
 def _begin(shape: Shape, refs: Refs, leg: Any) -> None:
-    """R and Φ before the first chunk of a leg."""
-    number = leg * legs(shape)[1]
+    """R and Φ before the first chunk of a leg: from the sums, in float64, or with nothing before it."""
+    number, summed = leg * legs(shape)[1], "root" in refs
+
+    def keep(name: str, row: Array, column: Array, value: Array) -> None:
+        store(refs["new_" + name], row, column, None, value.astype(shape.dtype), number=number)
 
     def rows(_: Any, row: Array) -> None:
-        def fresh(column: Array) -> Array:
-            lam = load_vector(refs["lam"], row, shape.key, 1.0)
-            return jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0)
-
-        def met(column: Array) -> Array:
+        def columns(_: Any, column: Array) -> None:
             def term(p: Array) -> Array:
                 a, b = (load(refs["root"], p, some, number=leg) for some in (row, column))
-                return exact(a, b, (0, 0))
+                return dot(a, b, (0, 0))
 
-            return total(shape.key_tile, term)
+            if summed:
+                met = total(shape.key_tile, term, width=_STRIP)
+                store(refs["new_wide"], row, column, None, met, number=leg)
+            else:
+                lam = load_vector(refs["lam"], row, shape.key, 1.0)
+                met = jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0)
+            keep("r", row, column, met)
 
-        def columns(_: Any, column: Array) -> None:
-            store(refs["new_r"], row, column, None, (met if "root" in refs else fresh)(column), number=number)
-
-        each(shape.key_tile, columns)
+        each(shape.key_tile, columns, width=_STRIP)
 
     def values(_: Any, row: Array) -> None:
         def columns(_: Any, column: Array) -> None:
             def term(p: Array) -> Array:
                 moment = load(refs["moment"], row, p, number=leg)
-                return exact(moment, load(refs["new_r"], p, column, number=number))
+                return dot(moment, load(refs["new_wide"], p, column, number=leg))
 
-            if "root" in refs:
-                phi = total(shape.key_tile, term)
-            else:
-                phi = shape.zeros(len(row), len(column))
-            store(refs["new_phi"], row, column, None, phi, number=number)
+            zeros = shape.zeros(len(row), len(column))
+            keep("phi", row, column, total(shape.key_tile, term, width=_STRIP) if summed else zeros)
 
-        each(shape.key_tile, columns)
+        each(shape.key_tile, columns, width=_STRIP)
 
     each(shape.key_tile, rows)
     barrier()
@@ -466,56 +451,68 @@ def at(shape: Shape, refs: Refs, leg: Any) -> Any:
 
 def before_legs(
     shape: Shape, keys: Array, values: Array, lam: Array, beta: Array | None, want_state: bool
-) -> tuple[dict[str, Array], tuple[Array, Array] | None]:
-    """What is found of every chunk, so far only R and Φ at the beginning of legs; and the final L⁻¹ and S."""
+) -> tuple[dict[str, Array], dict[str, Array] | None]:
+    """What is found of every chunk, so far only R and Φ at the beginning of legs; and the final state."""
     key, value = shape.key_tile, shape.value_tile
     count, size = legs(shape)
     states = count + want_state
-    ends: dict[str, Array] = {}
+    sides = dict(r=(key, key), phi=(value, key), m=(CHUNK, key), e=(CHUNK, value), inverse=(CHUNK, CHUNK))
+    outputs = {name: empty(shape, chunks(shape), *both) for name, both in sides.items()}
     with jax.enable_x64(True):
-        if states > 1:
-            padded = jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0)
-            gram = _running(
+        if states == 1:
+            return run(shape, _begin, dict(lam=lam), outputs, blocks=count), None
+        wide = partial(empty, shape, states, dtype=jnp.float64)
+        # In float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton pull
+        # request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
+        pairs = dict(k=keys.astype(shape.dtype), beta=beta)
+
+        def sums(given: dict[str, Array], begin: Array) -> Array:
+            return _running(
                 shape,
-                _grams_before,
-                # Keys in float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products
-                # (triton pull request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
-                dict(k=keys.astype(shape.dtype), beta=beta, lam=lam),
-                dict(sum=empty(shape, states, key, key, dtype=jnp.float64)),
-                jnp.eye(key, dtype=jnp.float64) / padded[:, None].astype(jnp.float64),
+                _pairs_before,
+                pairs | given,
+                dict(sum=wide(*begin.shape[-2:])),
+                begin,
                 known=True,
                 every=size,
                 rows=_STRIP,
                 columns=_across(shape),
             )["sum"]
-            ends["moment"] = _running(
-                shape,
-                _moments_before,
-                dict(k=keys, v=values, beta=beta),
-                dict(sum=empty(shape, states, value, key)),
-                jnp.zeros((shape.batch, value, key), shape.dtype),
-                known=True,
-                every=size,
-            )["sum"]
-            ends["root"] = run(
-                shape,
-                _factor_states,
-                dict(gram=gram, lam=lam),
-                _factors(shape, states, key, jnp.float64, shape.dtype),
-                blocks=states,
-                in_place=dict(gram="scratch"),
-            )["inverse"]
-    sides = dict(r=(key, key), phi=(value, key), m=(CHUNK, key), e=(CHUNK, value), inverse=(CHUNK, CHUNK))
-    outputs = {name: empty(shape, chunks(shape), *both) for name, both in sides.items()}
-    begun = run(shape, _begin, dict(lam=lam) | ends, outputs, blocks=count)
-    final = (ends["root"][:, -1], ends["moment"][:, -1]) if want_state else None
-    return begun, final
+
+        penalty = 1 / jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0).astype(jnp.float64)
+        gram = sums(dict(lam=lam), jnp.eye(key) * penalty[:, None])
+        moment = sums(dict(v=values.astype(shape.dtype)), jnp.zeros((shape.batch, value, key)))
+        found = run(
+            shape,
+            _factor_states,
+            dict(gram=gram, lam=lam),
+            _factors(shape, states, key, jnp.float64),
+            blocks=states,
+            in_place=dict(gram="scratch"),
+        )
+        root = found["inverse"]
+        begun = run(
+            shape,
+            _begin,
+            dict(root=root, moment=moment, wide=found["scratch"]),
+            outputs | dict(wide=wide(key, key)),
+            blocks=count,
+            in_place=dict(wide="wide"),
+        )
+        del begun["wide"]
+        if not want_state:
+            return begun, None
+        last = root[:, -1]
+        met = matmul(transpose(last), matmul(last, transpose(moment[:, -1])))
+        factor = transpose(last)[:, : shape.key, : shape.key]
+        final = dict(factor=factor, weights_t=met[:, : shape.key, : shape.value])
+        return begun, {name: a.astype(shape.dtype) for name, a in final.items()}
 
 
 def inverted(shape: Shape, gram: Array, now: dict[str, Array | None]) -> Array:
     """G⁻¹ of one chunk of every leg, as exact as P is given; whose memory is taken."""
     count = legs(shape)[0]
-    outputs = _factors(shape, count, CHUNK, gram.dtype, gram.dtype)
+    outputs = _factors(shape, count, CHUNK, gram.dtype)
     taken = dict(gram="scratch")
     return run(shape, _factor_chunks, dict(gram=gram) | now, outputs, blocks=count, in_place=taken)["inverse"]
 
@@ -562,12 +559,9 @@ def after_chunks(
     return grams["sum"], moments["sum"], grams["diagonal"]
 
 
-def _factors(shape: Shape, count: int, size: int, dtype: Any, kept: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a factorization writes: an inverse to keep, and what it works in."""
-    return {
-        name: empty(shape, count, size, size, dtype=of)
-        for name, of in (("inverse", kept), ("scratch", dtype))
-    }
+def _factors(shape: Shape, count: int, size: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a factorization writes: an inverse, and what it works in."""
+    return dict.fromkeys(("inverse", "scratch"), empty(shape, count, size, size, dtype=dtype))
 
 
 def empty(shape: Shape, *dims: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
