@@ -45,10 +45,12 @@ from mesascope.ops.pallas_states import (
     given,
     inverted,
     legs,
+    like,
     piece,
     programs,
     run,
     share,
+    states,
     tokens_of,
     total,
     weights_of,
@@ -238,8 +240,10 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
     """α and x."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
     met = _causal(total(key, lambda p: exact(chunk.given("q", p), chunk.read("m", p), (1, 1))))
-    chunk.keep("alpha", exact(chunk.read("inverse"), met, (0, 1)))
     weighted = chunk.weighted(met)
+
+    def whole() -> None:
+        chunk.keep("alpha", exact(chunk.read("inverse"), met, (0, 1)))
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
@@ -247,7 +251,16 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
 
         chunk.keep("x", total(key, term, exact(-weighted, chunk.read("m", columns))), columns)
 
+    if not _replaces(shape):
+        whole()
     each(key, part)
+    if _replaces(shape):
+        whole()
+
+
+def _replaces(shape: Shape) -> bool:
+    """Whether α takes the place of R, which has the same sides."""
+    return shape.key_tile == CHUNK
 
 
 def _duals_of_outputs(shape: Shape, refs: Refs, number: Any) -> None:
@@ -325,15 +338,18 @@ def _walk(shape: Shape, k: Array, v: Array, beta: Array | None, begun: dict[str,
     count, size = legs(shape)
     wide = shape.dtype if shape.coarse else jnp.float64
     gram = empty(shape, count, CHUNK, CHUNK, dtype=wide)
-    arrays = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in begun.items()}
+    arrays = states(shape) | {
+        name: empty(shape, chunks(shape), CHUNK, width)
+        for name, width in dict(m=shape.key_tile, e=shape.value_tile, inverse=CHUNK).items()
+    }
 
     def step(turn: Any, found: dict[str, Array]) -> dict[str, Array]:
         now = dict(turn=jnp.full((shape.batch, 1), turn, jnp.int32), beta=beta)
 
         def taken(kernel: Any, inputs: dict, places: tuple[str, ...], parts: int = 1, **others: Any) -> None:
-            """Have a kernel write into arrays of all chunks, and into others."""
+            """Have a kernel write into arrays of all chunks, which the first turn makes, and into others."""
             outputs = {name: arrays[name] for name in places} | others
-            settings = dict(blocks=count * parts, in_place={name: name for name in places})
+            settings = dict(blocks=count * parts, in_place={name: name for name in places if name in found})
             found.update(run(shape, kernel, now | inputs | found, outputs, **settings))
 
         found = dict(found)
@@ -351,11 +367,12 @@ def _walk(shape: Shape, k: Array, v: Array, beta: Array | None, begun: dict[str,
         return found
 
     with jax.enable_x64(True):  # the same program in any case
+        found = step(np.int32(0), begun)
         if size > _UNROLLED:
-            return lax.fori_loop(np.int32(0), np.int32(size), step, begun)
-        for turn in range(size):
-            begun = step(np.int32(turn), begun)
-        return begun
+            return lax.fori_loop(np.int32(1), np.int32(size), step, found)
+        for turn in range(1, size):
+            found = step(np.int32(turn), found)
+        return found
 
 
 def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
@@ -365,13 +382,18 @@ def forward(seq: Sequence, want_state: bool, coarse: bool) -> dict[str, Array]:
     count, value = chunks(shape), shape.value_tile
     begun, final = before_legs(shape, k, v, seq.lam, seq.beta, want_state)
     kept = _walk(shape, k, v, seq.beta, begun)
-    out = run(
+    read = {name: kept[name] for name in ("phi", "m", "e")}
+    # These come out as they go in: what takes over their memory then has to wait for this.
+    done = run(
         shape,
         _attend,
-        dict(q=q, beta=seq.beta) | {name: kept[name] for name in ("phi", "m", "e")},
-        dict(out=empty(shape, count, CHUNK, value, dtype=q.dtype)),
+        dict(q=q, beta=seq.beta) | read,
+        dict(out=empty(shape, count, CHUNK, value, dtype=q.dtype)) | {n: like(a) for n, a in read.items()},
         blocks=count,
-    )["out"]
+        in_place={name: name for name in read},
+    )
+    out = done.pop("out")
+    kept |= done
     return kept | (final or {}) | dict(out=_joined(shape, out, shape.value))
 
 
@@ -392,7 +414,13 @@ def backward(
         read = given | dict(beta=seq.beta) | {name: saved[name] for name in names}
         return run(shape, kernel, read, outputs, blocks=count, **settings)
 
-    of_queries = duals(_duals_of_queries, dict(q=q), ("r", "inverse", "m"), dict(x=timed, alpha=square))
+    of_queries = duals(
+        _duals_of_queries,
+        dict(q=q),
+        ("r", "inverse", "m"),
+        dict(x=timed, alpha=square),
+        in_place=dict(r="alpha") if _replaces(shape) else {},
+    )
     of_outputs = duals(
         _duals_of_outputs,
         dict(g=g, after=of_queries["x"]),  # when nothing else needs M any more
@@ -402,13 +430,14 @@ def backward(
     )
     within = of_queries | of_outputs
     both = dict(x=within["x"], z=within["z"], g=g)
-    gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, (saved["r"], saved["phi"]))
+    over = saved["inverse" if _replaces(shape) else "r"], saved["phi"]
+    gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, over)
     pairs = run(
         shape,
         _pull,
         dict(k=k, v=v) | both | {n: within[n] for n in ("alpha", "rho")}
         | dict(gram=gram, moment=moment),
-        {n: jax.ShapeDtypeStruct(a.shape, g.dtype) for n, a in dict(kappa=timed, nu=wide).items()},
+        {n: like(a, g.dtype) for n, a in dict(kappa=timed, nu=wide).items()},
         blocks=count * programs(shape.widest),
         in_place={} if coarse else dict(x="kappa"),
     )  # fmt: skip

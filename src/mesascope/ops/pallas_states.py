@@ -449,19 +449,23 @@ def at(shape: Shape, refs: Refs, leg: Any) -> Any:
     return leg * legs(shape)[1] + refs["turn"][0]
 
 
+def states(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """R and Φ before every chunk."""
+    key, value = shape.key_tile, shape.value_tile
+    return dict(r=empty(shape, chunks(shape), key, key), phi=empty(shape, chunks(shape), value, key))
+
+
 def before_legs(
     shape: Shape, keys: Array, values: Array, lam: Array, beta: Array | None, want_state: bool
 ) -> tuple[dict[str, Array], dict[str, Array] | None]:
-    """What is found of every chunk, so far only R and Φ at the beginning of legs; and the final state."""
+    """R and Φ of every chunk, so far only at the beginning of legs; and the final state."""
     key, value = shape.key_tile, shape.value_tile
     count, size = legs(shape)
-    states = count + want_state
-    sides = dict(r=(key, key), phi=(value, key), m=(CHUNK, key), e=(CHUNK, value), inverse=(CHUNK, CHUNK))
-    outputs = {name: empty(shape, chunks(shape), *both) for name, both in sides.items()}
+    ends = count + want_state
     with jax.enable_x64(True):
-        if states == 1:
-            return run(shape, _begin, dict(lam=lam), outputs, blocks=count), None
-        wide = partial(empty, shape, states, dtype=jnp.float64)
+        if ends == 1:
+            return run(shape, _begin, dict(lam=lam), states(shape), blocks=count), None
+        wide = partial(empty, shape, ends, dtype=jnp.float64)
         # In float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton pull
         # request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
         pairs = dict(k=keys.astype(shape.dtype), beta=beta)
@@ -486,8 +490,8 @@ def before_legs(
             shape,
             _factor_states,
             dict(gram=gram, lam=lam),
-            _factors(shape, states, key, jnp.float64),
-            blocks=states,
+            _factors(shape, ends, key, jnp.float64),
+            blocks=ends,
             in_place=dict(gram="scratch"),
         )
         root = found["inverse"]
@@ -495,7 +499,7 @@ def before_legs(
             shape,
             _begin,
             dict(root=root, moment=moment, wide=found["scratch"]),
-            outputs | dict(wide=wide(key, key)),
+            states(shape) | dict(wide=wide(key, key)),
             blocks=count,
             in_place=dict(wide="wide"),
         )
@@ -522,21 +526,21 @@ def after_chunks(
     given: dict[str, Array],
     lam: Array,
     ahead: tuple[Array, Array] | None,
-    over: tuple[Array | None, Array],
+    over: tuple[Array, Array],
 ) -> tuple[Array, Array, Array]:
     """W and Pᵀ over all tokens after every chunk, and the diagonal of all of W.
 
     Args:
         given: x and z by chunk, g over all time.
         ahead: the sums W and P that the cotangent of the final state begins with, if there is one.
-        over: arrays of the sums' sizes, if there are any, whose memory these may take over.
+        over: arrays of the sums' sizes, whose memory these take over.
     """
     count, key, value = chunks(shape), shape.key_tile, shape.value_tile
     begin = [jnp.zeros((shape.batch, side, key), shape.dtype) for side in (key, value)]
     if ahead is not None:
         sums = ahead[0], ahead[1].swapaxes(-1, -2)
         begin = [a.at[:, : b.shape[1], : b.shape[2]].set(b) for a, b in zip(begin, sums, strict=True)]
-    outputs = dict(sum=empty(shape, count, key, key), diagonal=jax.ShapeDtypeStruct(lam.shape, shape.dtype))
+    outputs = dict(sum=empty(shape, count, key, key), diagonal=like(lam, shape.dtype))
     known, in_place = ahead is None, dict(over="sum")
     grams = _running(
         shape,
@@ -545,12 +549,14 @@ def after_chunks(
         outputs,
         begin[0],
         known=known,
-        in_place=None if over[0] is None else in_place,
+        in_place=in_place,
     )
     moments = _running(
         shape,
         _moments_after,
-        dict(x=given["x"], g=given["g"], over=over[1]),
+        dict(
+            x=given["x"], g=given["g"], after=given["z"], over=over[1]
+        ),  # when nothing else needs Φ any more
         dict(sum=empty(shape, count, value, key)),
         begin[1],
         known=known,
@@ -566,6 +572,10 @@ def _factors(shape: Shape, count: int, size: int, dtype: Any) -> dict[str, jax.S
 
 def empty(shape: Shape, *dims: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((shape.batch, *dims), shape.dtype if dtype is None else dtype)
+
+
+def like(array: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype if dtype is None else dtype)
 
 
 def run(shape: Shape, kernel: Any, inputs: dict, outputs: dict, **settings: Any) -> dict[str, Array]:
