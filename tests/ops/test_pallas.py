@@ -114,9 +114,10 @@ def test_at_most_four_times_the_classical_error(time, width):
         assert_within_bound(kind, lam, time, width, FUSED)
 
 
-def assert_equal_to_the_definition(time, width, features):
+def assert_equal_to_the_definition(time, width, features, value=None):
     """Outputs, states and gradients in float32, against dense solves in float64."""
-    a = draw(lead=(3,), time=time, key=width, value=min(width, 128), dtype=np.float32, **features)
+    value = min(width, 128) if value is None else value
+    a = draw(lead=(3,), time=time, key=width, value=value, dtype=np.float32, **features)
     fixed = {"segment_ids": a.pop("segment_ids")} if "segment_ids" in a else {}
 
     @partial(jax.jit, static_argnums=1)

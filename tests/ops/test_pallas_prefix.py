@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from mesascope import mesa_attention
-from mesascope.bench import in_groups, relative_error, sequences
+from mesascope.bench import errors, exact64, in_groups, relative_error, sequences
 from mesascope.ops import kernels, methods, pallas, pallas_prefix, pallas_states
 from tests.helpers import assert_close, draw
 from tests.ops import tensor_cores
-from tests.ops.test_accuracy import CELLS, FUSED, NAMES, OURS, assert_within_bound
+from tests.ops.test_accuracy import CELLS, CLASSICAL, FLOOR, FUSED, NAMES, OURS, assert_within_bound
 from tests.ops.test_finite import KINDS, hostile
 from tests.ops.test_pallas import assert_equal_to_the_definition, sequence
 
@@ -150,10 +150,35 @@ def test_a_leg_begins_as_exactly_as_chunks_follow_each_other():
     assert_within_bound("gaussian", 1e3, 100, 128, FUSED)
 
 
+def test_weights_of_pairs_cost_no_digits():
+    """A pair of weight β is one with √β of its key and of its value."""
+    q, k, v, g = sequences(4, 100, 128, value=32, kind="gaussian")
+    beta = np.random.default_rng(1).uniform(size=k.shape[:2]).astype(np.float32)
+    root = np.sqrt(beta.astype(np.float64))[..., None]
+
+    @jax.jit
+    def outcome(q, k, v, lam):
+        op = partial(mesa_attention, method="pallas", beta=jnp.asarray(beta))
+        out, pull = jax.vjp(op, q, k, v, lam)
+        return out, *pull(jnp.asarray(g))
+
+    out, q_bar, *pairs_bar, lam_bar = exact64(q, root * k, root * v, 1e3, g)
+    exact = out, q_bar, *(root * a for a in pairs_bar), lam_bar
+    scaled = (root * k).astype(np.float32), (root * v).astype(np.float32)
+    classical = errors(CLASSICAL, (q, *scaled, g), 1e3)
+    ours = outcome(*(jnp.asarray(a) for a in (q, k, v)), jnp.full((4, 1), 1e3, jnp.float32))
+    for name, a, b, base in zip(NAMES, ours, exact, classical, strict=True):
+        error = relative_error(np.asarray(a, np.float64), b)
+        bound = FLOOR if name in ("output", "∂q") else max(4 * base, FLOOR)
+        assert error <= bound, f"{name}: {error:.1e}, classical {base:.1e}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("abreast", [None, 16], ids=["", "one leg"])
 @pytest.mark.parametrize(("time", "width"), [(63, 64), (300, 64), (100, 128)])
-def test_the_same_with_products_as_tensor_cores_make_them(time, width, abreast, monkeypatch):
+def test_at_most_four_times_the_classical_error_with_products_as_tensor_cores_make_them(
+    time, width, abreast, monkeypatch
+):
     with tensor_cores.in_place_of_ours(monkeypatch):
         test_at_most_four_times_the_classical_error(time, width, abreast, monkeypatch)
 
@@ -202,6 +227,28 @@ def test_bfloat16_on_a_gpu(time, width, abreast, monkeypatch):
     assert_bfloat16_is_close(time, width)
 
 
+def test_bfloat16_with_weights_of_pairs():
+    """Whose gradients come from those of the pairs before they are rounded."""
+    q, k, v, g = (jnp.asarray(a, jnp.bfloat16) for a in sequences(2, 70, 40))
+    beta = jnp.asarray(np.random.default_rng(1).uniform(size=(2, 70)), jnp.float32)
+
+    @partial(jax.jit, static_argnums=0)
+    def outcome(method, arrays, beta, g):
+        out, pull = jax.vjp(lambda a, beta: mesa_attention(*a, 1.0, beta=beta, method=method), arrays, beta)
+        return out, *pull(g)
+
+    exact = outcome(
+        "chunked",
+        tuple(a.astype(jnp.float64) for a in (q, k, v)),
+        beta.astype(jnp.float64),
+        g.astype(jnp.float64),
+    )
+    for a, b in zip(
+        jax.tree.leaves(outcome("pallas", (q, k, v), beta, g)), jax.tree.leaves(exact), strict=True
+    ):
+        assert relative_error(np.asarray(a, np.float64), np.asarray(b)) <= 2e-3
+
+
 def assert_bfloat16_is_close(time, width):
     @jax.jit
     def outcome(q, k, v, lam, g):
@@ -234,11 +281,17 @@ def test_the_same_on_a_gpu(time, width, abreast, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", [{}, {"beta": True}], ids=["plain", "weights"])
 @pytest.mark.parametrize("abreast", [2, 4])
-@pytest.mark.parametrize(("time", "width"), [(1, 64), (150, 40), (200, 64), (200, 100), (200, 130)])
-def test_compiled_kernels_equal_the_definition(time, width, features, abreast, monkeypatch):
+@pytest.mark.parametrize(
+    ("time", "width", "value"),
+    [
+        (1, 64, 64), (150, 40, 40), (200, 64, 64), (200, 96, 96), (200, 100, 100), (200, 130, 128), (200, 160, 128),
+        (100, 100, 5), (70, 40, 33), (65, 20, 100),
+    ],
+)  # fmt: skip
+def test_compiled_kernels_equal_the_definition(time, width, value, features, abreast, monkeypatch):
     assert jax.default_backend() == "gpu"
     take_at_once(abreast, monkeypatch)
-    assert_equal_to_the_definition(time, width, features)
+    assert_equal_to_the_definition(time, width, features, value)
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jax asks the GPU what it is")
@@ -273,8 +326,8 @@ def test_float64_within_them_needs_none_outside(monkeypatch):
     programs = {}
     for enabled in (True, False):
         with jax.enable_x64(enabled):
-            programs[enabled] = lowered(64)[:7]
-    assert len(programs[True]) == 7
+            programs[enabled] = lowered(64)[:9]
+    assert len(programs[True]) == 9
     assert programs[True] == programs[False]
 
 

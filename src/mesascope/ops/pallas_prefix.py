@@ -6,9 +6,9 @@ With R and Φ before a chunk, and the chunk's keys, values and queries,
     R ← R - Mᵀ β M        Φ ← Φ + Eᵀ β M
 
 where G is for β = 1 the Cholesky factor of I + P. R and Φ before a leg come from the sums over all earlier pairs
-(`pallas_states.py`). Where there are heads enough there is one leg, and no such sums. These sums and what follows from
-them, P, G⁻¹ and the products with it are in float64: what is in float32 then loses less than the classical recursion
-does (benchmarks/kernels.md). Nothing is divided by β.
+(`pallas_states.py`). Where there are heads enough there is one leg, and no sums but for a final state. These sums and
+what follows from them, P, G⁻¹ and the products with it are in float64: what is in float32 then loses less than the
+classical recursion does (benchmarks/kernels.md). Nothing is divided by β.
 
 The gradient is that of `pallas.py` with the chunk for a block (there: N for M, f for E, α, ρ, κ, ν, W and P), all
 chunks at once, and then sums from the end.
@@ -153,7 +153,7 @@ def _overlap(shape: Shape, refs: Refs, leg: Any) -> None:
     chunk, wide = _Chunk(shape, refs, at(shape, refs, leg)), refs["new_gram"].dtype
 
     def term(p: Array) -> Array:
-        k = chunk.given("k", p)
+        k = chunk.given("k", p, shape.key_tile)
         return exact(chunk.latest("m", p).astype(wide), k if shape.coarse else k.astype(wide), (1, 1))
 
     met = total(shape.key_tile, term, width=_NARROW)
@@ -430,6 +430,9 @@ def backward(
     )
     within = of_queries | of_outputs
     both = dict(x=within["x"], z=within["z"], g=g)
+    kept = (
+        g.dtype if seq.beta is None else shape.dtype
+    )  # these are multiplied by β below, and summed up for ∂β
     over = saved["inverse" if _replaces(shape) else "r"], saved["phi"]
     gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, over)
     pairs = run(
@@ -437,9 +440,9 @@ def backward(
         _pull,
         dict(k=k, v=v) | both | {n: within[n] for n in ("alpha", "rho")}
         | dict(gram=gram, moment=moment),
-        {n: like(a, g.dtype) for n, a in dict(kappa=timed, nu=wide).items()},
+        {n: like(a, kept) for n, a in dict(kappa=timed, nu=wide).items()},
         blocks=count * programs(shape.widest),
-        in_place={} if coarse else dict(x="kappa"),
+        in_place=dict(x="kappa") if kept == shape.dtype else {},
     )  # fmt: skip
 
     z, kappa, nu = (

@@ -152,10 +152,9 @@ def _pairs_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
             lines = half * CHUNK // 2 + indices(CHUNK // 2)
             beta = weights_of(shape, refs, chunk * CHUNK + lines)
             barrier()
-            a = given(refs[name], chunk, rows, lines, tile)
-            k = given(refs["k"], chunk, columns, lines, across)
-            a = a if beta is None else beta[:, None] * a
-            sum = sum + dot(a.astype(sum.dtype), k.astype(sum.dtype), (0, 0))
+            a = given(refs[name], chunk, rows, lines, tile).astype(sum.dtype)
+            k = given(refs["k"], chunk, columns, lines, across).astype(sum.dtype)
+            sum = sum + dot(_times(None if beta is None else beta[:, None], a), k, (0, 0))
         return sum
 
     _over_chunks(shape, refs, block, add, rows=_STRIP, columns=across, **over)
