@@ -106,9 +106,8 @@ def test_chunks_of_a_leg_are_walked(abreast, unrolled, key, monkeypatch):
     """Three of four chunks where there are two legs: the last is beyond the end."""
     take_at_once(abreast, monkeypatch)
     monkeypatch.setattr(pallas_prefix, "_UNROLLED", unrolled)
-    twin = (
-        "reference" if key < 128 else "chunked"
-    )  # the definition may hang where keys are wide (`Reference`)
+    # The definition may hang where keys are wide (`Reference`).
+    twin = "reference" if key < 128 else "chunked"
     assert_equal_with_state(170, key, 33, {"beta": True}, twin)
 
 

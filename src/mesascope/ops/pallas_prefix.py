@@ -242,7 +242,7 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
     met = _causal(total(key, lambda p: exact(chunk.given("q", p), chunk.read("m", p), (1, 1))))
     weighted = chunk.weighted(met)
 
-    def whole() -> None:
+    def keep_alpha() -> None:
         chunk.keep("alpha", exact(chunk.read("inverse"), met, (0, 1)))
 
     def part(_: Any, columns: Array) -> None:
@@ -251,11 +251,12 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
 
         chunk.keep("x", total(key, term, exact(-weighted, chunk.read("m", columns))), columns)
 
+    # At once, lest the scores stay in registers; but in the place of R only when that has been read.
     if not _replaces(shape):
-        whole()
+        keep_alpha()
     each(key, part)
     if _replaces(shape):
-        whole()
+        keep_alpha()
 
 
 def _replaces(shape: Shape) -> bool:
@@ -430,9 +431,8 @@ def backward(
     )
     within = of_queries | of_outputs
     both = dict(x=within["x"], z=within["z"], g=g)
-    kept = (
-        g.dtype if seq.beta is None else shape.dtype
-    )  # these are multiplied by β below, and summed up for ∂β
+    # With weights, κ and ν are multiplied by β below, and summed up for ∂β.
+    kept = g.dtype if seq.beta is None else shape.dtype
     over = saved["inverse" if _replaces(shape) else "r"], saved["phi"]
     gram, moment, diagonal = after_chunks(shape, both, seq.lam, ahead, over)
     pairs = run(

@@ -553,9 +553,8 @@ def after_chunks(
     moments = _running(
         shape,
         _moments_after,
-        dict(
-            x=given["x"], g=given["g"], after=given["z"], over=over[1]
-        ),  # when nothing else needs Φ any more
+        # After z, when nothing else needs Φ any more.
+        dict(x=given["x"], g=given["g"], after=given["z"], over=over[1]),
         dict(sum=empty(shape, count, value, key)),
         begin[1],
         known=known,
