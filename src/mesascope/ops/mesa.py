@@ -457,6 +457,12 @@ def linear_attention(
     inputs = prepare(queries, keys, values, None, log_decay, beta, segment_ids, _matrix_state(state))
     k = inputs.keys if inputs.beta is None else inputs.beta[..., None] * inputs.keys
     initial = None if inputs.state is None else inputs.state["matrix"]
+    plain = inputs.log_decay is None and inputs.runs is None and initial is None and not return_state
+    if plain and Pallas.attends(len(k), k.shape[-1], inputs.values.shape[-1], k.dtype):
+        from mesascope.ops.pallas_linear import linear_fused
+
+        out = linear_fused(inputs.queries, k, inputs.values)
+        return out.reshape(*inputs.leading, *out.shape[1:]).astype(inputs.out_dtype)
     out, final = linear_chunked(inputs.queries, k, inputs.values, inputs.log_decay, inputs.runs, initial)
     return _finish(inputs, out, final, return_state)
 

@@ -96,8 +96,8 @@ class ConjugateGradients:
     max_steps: int | None = None
 
 
-# Whether kernels that have not run on a GPU as they now are (those of pallas_prefix.py and pallas_step.py) are taken.
-# On only in tests, until `pytest -m gpu tests/ops/test_pallas_prefix.py tests/ops/test_pallas_step.py` has passed.
+# Whether kernels that have not run on a GPU as they now are (those of pallas_prefix.py, pallas_step.py and
+# pallas_linear.py) are taken. On only in tests, until `pytest -m gpu` has passed for these.
 TRIED = False
 
 
@@ -113,6 +113,7 @@ class Pallas:
 
     WIDEST: ClassVar[int] = 128
     WIDEST_KEYS: ClassVar[int] = 384
+    FEW: ClassVar[int] = 64
 
     @classmethod
     def takes(cls, key: int, value: int, *, plain: bool) -> bool:
@@ -132,6 +133,12 @@ class Pallas:
     def steps(cls, key: int, value: int, dtype: Any) -> bool:
         """Whether a decoding step is one kernel."""
         return TRIED and has_kernels() and dtype == jnp.float32 and max(key, value) <= cls.WIDEST
+
+    @classmethod
+    def attends(cls, heads: int, key: int, value: int, dtype: Any) -> bool:
+        """Whether causal linear attention is one kernel: where there are heads enough, for each is walked."""
+        sizes = max(key, value) <= cls.WIDEST and heads >= cls.FEW
+        return TRIED and has_kernels() and dtype == jnp.float32 and sizes
 
     @classmethod
     def check(cls, key: int, value: int, dtype: Any, *, plain: bool) -> None:
