@@ -3,11 +3,12 @@
 pip install jax-cuda13-pjrt triton                   # for `static`: XLA's compiler for GPUs; triton has the tools
 python scripts/inspect_kernels.py static
 python scripts/inspect_kernels.py static --shape 128 2048 128 --warps 8
-python scripts/inspect_kernels.py time               # on a GPU: each kernel alone, then all; mean of twenty runs
+python scripts/inspect_kernels.py time               # on a GPU: the whole, and each kernel as the profiler has it
 
 `static` has XLA compile forward and backward for a device that is only described, and reads what it hands to the
 assembler: registers per thread, bytes of stack (what registers did not hold), instructions by kind; and the memory of
-the whole, and how long compiling took. In `time`, outputs that would take over an input's memory get their own.
+the whole, and how long compiling took. `time` runs forward and backward: the median of five times twenty runs, and
+every kernel's part of one.
 """
 
 import argparse
@@ -29,7 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from mesascope.bench import sequences
 from mesascope.ops import kernels, methods, pallas, pallas_states
@@ -115,27 +115,37 @@ def assembled(folder: Path) -> Iterator[str]:
 
 
 def milliseconds(function: Callable, arguments: Any) -> float:
-    jax.block_until_ready(function(arguments))
+    jax.block_until_ready(function(*arguments))
     samples = []
     for _ in range(5):
         start = time.perf_counter()
-        jax.block_until_ready([function(arguments) for _ in range(20)])
+        jax.block_until_ready([function(*arguments) for _ in range(20)])
         samples.append(1e3 * (time.perf_counter() - start) / 20)
     return sorted(samples)[2]
 
 
-def called(
-    call: Callable, given: argparse.Namespace, kernel: Any, inputs: Any, outputs: Any, **settings: Any
-) -> Any:
+def by_kernel(function: Callable, arguments: Any, *, runs: int = 3) -> tuple[Counter[str], Counter[str]]:
+    """Nanoseconds of all programs on the GPU, and how often they ran, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([function(*arguments) for _ in range(runs)])
+        data = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+    spent, often = Counter[str](), Counter[str]()
+    for plane in data.planes:
+        for line in plane.lines:
+            if "GPU" in plane.name and "Stream" in line.name:
+                for event in line.events:
+                    name = re.sub(r"__\d+$", "", event.name)  # XLA numbers calls of a kernel that differ
+                    spent[name] += event.duration_ns / runs
+                    often[name] += 1
+    return spent, Counter({name: count // runs for name, count in often.items()})
+
+
+def with_warps(call: Callable, warps: int | None, *given: Any, **settings: Any) -> Any:
     """In place of `call_by_block`."""
-    if given.warps and settings["warps"] > 1:
-        settings["warps"] = given.warps
-    if given.what == "time" and not any(isinstance(a, Tracer) for a in inputs.values()):
-        name = (kernel.func if isinstance(kernel, partial) else kernel).__name__
-        alone = settings | dict(in_place=None)
-        run = jax.jit(lambda inputs: call(kernel, inputs, outputs, **alone))
-        print(f"| {name} | {settings['warps']} | {milliseconds(run, inputs):.3f} |", flush=True)
-    return call(kernel, inputs, outputs, **settings)
+    if warps and settings["warps"] > 1:
+        settings["warps"] = warps
+    return call(*given, **settings)
 
 
 def main() -> None:
@@ -169,7 +179,9 @@ def main() -> None:
     if given.abreast:
         pallas_states._ABREAST = dict.fromkeys(pallas_states._ABREAST, given.abreast)
     dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
-    kernels.call_by_block = pallas_states.call_by_block = partial(called, kernels.call_by_block, given)
+    kernels.call_by_block = pallas_states.call_by_block = partial(
+        with_warps, kernels.call_by_block, given.warps
+    )
     batch, time_steps, width = given.shape
     widths = (width, width, given.value or width, given.value or width)
 
@@ -184,19 +196,19 @@ def main() -> None:
         return out, pull(g)
 
     print(f"(batch·heads, time, width) = {tuple(given.shape)}\n")
-    columns = ["warps", "ms"] if given.what == "time" else ["registers", "stack", "instructions", ""]
+    columns = ["calls", "ms"] if given.what == "time" else ["registers", "stack", "instructions", ""]
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
     for methods.TRIED in (True,) if given.prefix_only else (False, True):
         if given.what == "time":
             arrays = [
                 jnp.asarray(a[..., :n], dtype) for a, n in zip(sequences(*given.shape), widths, strict=True)
             ]
-            both(*arrays)
             for name, function in (("forward", forward), ("forward + backward", both)):
                 run = jax.jit(partial(function))  # each time another function: traced again
-                print(
-                    f"| all, {name} | | {milliseconds(lambda a, run=run: run(*a), arrays):.3f} |", flush=True
-                )
+                print(f"| all, {name} | | {milliseconds(run, arrays):.3f} |", flush=True)
+            spent, often = by_kernel(run, arrays)
+            for name, nanoseconds in spent.most_common():
+                print(f"| {name} | {often[name]} | {nanoseconds / 1e6:.3f} |", flush=True)
             continue
         device = described_device()
         structs = [jax.ShapeDtypeStruct((batch, time_steps, n), dtype, sharding=device) for n in widths]

@@ -90,7 +90,8 @@ def loop(count: int, body: Callable, carry: Any) -> Any:
 
 
 def loop_between(start: Any, stop: Any, body: Callable, carry: Any) -> Any:
-    return lax.fori_loop(start, stop, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
+    """Counted in 32 bits, whatever the user has enabled."""
+    return lax.fori_loop(jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32), body, carry)
 
 
 def only(condition: Any, body: Callable[[], None]) -> None:

@@ -34,6 +34,7 @@ from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, on
 from mesascope.ops.pallas_states import (
     CHUNK,
     COLUMNS,
+    NARROW,
     Refs,
     after_chunks,
     at,
@@ -57,7 +58,6 @@ from mesascope.ops.pallas_states import (
 )
 from mesascope.ops.sequence import Sequence
 
-_NARROW = 32  # columns of float64 that are taken at a time
 _UNROLLED = 8  # turns, beyond which they are a loop
 
 
@@ -85,8 +85,10 @@ class _Chunk(NamedTuple):
         store(self.refs["new_" + name], rows, columns, None, value, number=self.number)
         barrier()
 
-    def given(self, name: str, columns: Array, tile: int = 0) -> Array:
-        return given(self.refs[name], self.number, columns, tile=tile)
+    def given(self, name: str, columns: Array, tile: int | None = None) -> Array:
+        """Columns of q, k, v or g; of a wider tile than their own, there may be some beyond."""
+        own = self.shape.key_tile if name in "qk" else self.shape.value_tile
+        return given(self.refs[name], self.number, columns, indices(CHUNK), tile or own)
 
     def product(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
         """As exact as inputs and outputs are; `exact` is for what is multiplied further."""
@@ -153,24 +155,24 @@ def _overlap(shape: Shape, refs: Refs, leg: Any) -> None:
     chunk, wide = _Chunk(shape, refs, at(shape, refs, leg)), refs["new_gram"].dtype
 
     def term(p: Array) -> Array:
-        k = chunk.given("k", p, shape.key_tile)
+        k = chunk.given("k", p)
         return exact(chunk.latest("m", p).astype(wide), k if shape.coarse else k.astype(wide), (1, 1))
 
-    met = total(shape.key_tile, term, width=_NARROW)
+    met = total(shape.key_tile, term, width=NARROW)
     store(refs["new_gram"], indices(CHUNK), indices(CHUNK), None, met, number=leg)
 
 
 def _solve(shape: Shape, refs: Refs, block: Any) -> None:
     """M and E."""
-    leg, number = _part(shape, block, _NARROW)
+    leg, number = _part(shape, block, NARROW)
     chunk, lines = _Chunk(shape, refs, at(shape, refs, leg)), indices(CHUNK)
 
     def of(name: str, _: Any, columns: Array) -> None:
-        right = chunk.read(name, columns)
         inverse = load(refs["solve"], lines, lines, number=leg)
-        chunk.keep(name, exact(inverse, right.astype(inverse.dtype)).astype(right.dtype), columns)
+        met = exact(inverse, chunk.read(name, columns).astype(inverse.dtype))
+        chunk.keep(name, met.astype(shape.dtype), columns)
 
-    _each(shape, number, partial(of, "m"), partial(of, "e"), width=_NARROW)
+    _each(shape, number, partial(of, "m"), partial(of, "e"), width=NARROW)
 
 
 def _update(shape: Shape, refs: Refs, block: Any) -> None:
@@ -240,10 +242,8 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
     """α and x."""
     chunk, key = _Chunk(shape, refs, number), shape.key_tile
     met = _causal(total(key, lambda p: exact(chunk.given("q", p), chunk.read("m", p), (1, 1))))
+    chunk.keep("alpha", exact(chunk.read("inverse"), met, (0, 1)))
     weighted = chunk.weighted(met)
-
-    def keep_alpha() -> None:
-        chunk.keep("alpha", exact(chunk.read("inverse"), met, (0, 1)))
 
     def part(_: Any, columns: Array) -> None:
         def term(p: Array) -> Array:
@@ -251,16 +251,11 @@ def _duals_of_queries(shape: Shape, refs: Refs, number: Any) -> None:
 
         chunk.keep("x", total(key, term, exact(-weighted, chunk.read("m", columns))), columns)
 
-    # At once, lest the scores stay in registers; but in the place of R only when that has been read.
-    if not _replaces(shape):
-        keep_alpha()
     each(key, part)
-    if _replaces(shape):
-        keep_alpha()
 
 
 def _replaces(shape: Shape) -> bool:
-    """Whether α takes the place of R, which has the same sides."""
+    """Whether x takes the place of R, which has the same sides."""
     return shape.key_tile == CHUNK
 
 
@@ -361,7 +356,7 @@ def _walk(shape: Shape, k: Array, v: Array, beta: Array | None, begun: dict[str,
             taken(_meet, dict(k=k, v=v), ("m", "e"), gram=gram)
         solve = inverted(shape, found.pop("gram"), now)
         if _in_parts(shape):
-            taken(_solve, dict(solve=solve), ("m", "e"), _parts(shape, _NARROW))
+            taken(_solve, dict(solve=solve), ("m", "e"), _parts(shape, NARROW))
             taken(_update, dict(k=k, solve=solve), ("inverse", "r", "phi"), _parts(shape))
         else:
             taken(_move, dict(k=k, solve=solve), ("m", "e", "inverse", "r", "phi"))
@@ -420,7 +415,7 @@ def backward(
         dict(q=q),
         ("r", "inverse", "m"),
         dict(x=timed, alpha=square),
-        in_place=dict(r="alpha") if _replaces(shape) else {},
+        in_place=dict(r="x") if _replaces(shape) else {},
     )
     of_outputs = duals(
         _duals_of_outputs,

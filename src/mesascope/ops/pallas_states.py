@@ -33,6 +33,7 @@ from mesascope.ops.kernels import (
     load_vector,
     loop,
     loop_between,
+    only,
     store,
     store_vector,
 )
@@ -40,7 +41,7 @@ from mesascope.ops.kernels import (
 CHUNK = 64
 _TILE = 16
 COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
-_STRIP = 32  # rows of a running sum that one program holds
+NARROW = 32  # where that is too much: of float64, and of running sums, which registers hold too
 _PROGRAMS = 256  # fewer leave much of a GPU idle
 # Chunks that are taken at once, by the widest tile that it holds for: so many hide the steps in which each is factored.
 _ABREAST = {64: 1536, 128: 1024, 384: 192}
@@ -73,10 +74,9 @@ def tokens_of(chunk: Any) -> Array:
     return chunk * CHUNK + indices(CHUNK)
 
 
-def given(ref: Any, chunk: Any, columns: Array, lines: Array | None = None, tile: int = 0) -> Array:
-    """Columns of a chunk of what was given. Its width may be none of a tile's."""
-    lines = indices(CHUNK) if lines is None else lines
-    whole = ref.shape[-1] % max(tile, len(columns)) == 0
+def given(ref: Any, chunk: Any, columns: Array, lines: Array, tile: int) -> Array:
+    """Lines and columns of a chunk of what was given, whose width may be less than a tile's."""
+    whole = ref.shape[-1] == tile
     return load(ref, lines, columns, None if whole else ref.shape[-2:], number=chunk)
 
 
@@ -137,43 +137,37 @@ def total(
     return loop(tile // width, step, start)
 
 
-def _across(shape: Shape) -> int:
-    """How many columns of H one program holds."""
-    return shape.key_tile if shape.key_tile <= 2 * COLUMNS else COLUMNS
-
-
 def _pairs_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
-    """Some rows of H before every leg, or of S if there are values. By half chunks: registers are few."""
-    across = _across(shape)
-    name, tile = ("v", shape.value_tile) if "v" in refs else ("k", across)
+    """A piece of H before every leg, or of S if there are values."""
+    name, tile = ("v", shape.value_tile) if "v" in refs else ("k", shape.key_tile)
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
-        for half in range(2):
-            lines = half * CHUNK // 2 + indices(CHUNK // 2)
-            beta = weights_of(shape, refs, chunk * CHUNK + lines)
-            barrier()
-            a = given(refs[name], chunk, rows, lines, tile).astype(sum.dtype)
-            k = given(refs["k"], chunk, columns, lines, across).astype(sum.dtype)
-            sum = sum + dot(_times(None if beta is None else beta[:, None], a), k, (0, 0))
-        return sum
+        def term(p: Array) -> Array:
+            beta = weights_of(shape, refs, chunk * CHUNK + p)
+            a = given(refs[name], chunk, rows, p, tile).astype(sum.dtype)
+            k = given(refs["k"], chunk, columns, p, shape.key_tile).astype(sum.dtype)
+            return dot(_times(None if beta is None else beta[:, None], a), k, (0, 0))
 
-    _over_chunks(shape, refs, block, add, rows=_STRIP, columns=across, **over)
+        return total(CHUNK, term, sum, width=NARROW)
+
+    _over_chunks(shape, refs, block, add, **over)
 
 
 def _grams_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
     """A piece of W over all tokens after every chunk."""
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
-        def product(one: str, other: str) -> Array:
-            a = load(refs[one], indices(CHUNK), rows, number=chunk)
-            b = load(refs[other], indices(CHUNK), columns, number=chunk)
-            return dot(a, b, (0, 0))  # six products would take more registers
+        def product(one: str, other: str, start: Array | None = None) -> Array:
+            def term(p: Array) -> Array:
+                a, b = (load(refs[n], p, some, number=chunk) for n, some in ((one, rows), (other, columns)))
+                return exact(a, b, (0, 0))
 
-        met = product("x", "z")
+            return total(CHUNK, term, start, width=NARROW)
+
         if len(columns) == shape.key_tile:
+            met = product("x", "z")
             return sum + (met + met.T)
-        barrier()
-        return sum + met + product("z", "x")
+        return product("z", "x", product("x", "z", sum))
 
     _over_chunks(shape, refs, block, add, backwards=True, **over)
 
@@ -182,8 +176,11 @@ def _moments_after(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
     """A piece of Pᵀ over all tokens after every chunk."""
 
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
-        x = load(refs["x"], indices(CHUNK), columns, number=chunk)
-        return sum + exact(given(refs["g"], chunk, rows), x, (0, 0), bits=shape.bits)
+        def term(p: Array) -> Array:
+            x = load(refs["x"], p, columns, number=chunk)
+            return exact(given(refs["g"], chunk, rows, p, shape.value_tile), x, (0, 0), bits=shape.bits)
+
+        return total(CHUNK, term, sum, width=NARROW)
 
     _over_chunks(shape, refs, block, add, backwards=True, **over)
 
@@ -194,11 +191,13 @@ def _over_chunks(
     block: Any,
     add: Callable[[Array, Any, Array, Array], Array],
     *,
+    count: int,
     stretch: int,
     alone: bool,
     every: int = 1,
     rows: int = COLUMNS,
     columns: int = COLUMNS,
+    symmetric: bool = False,
     backwards: bool = False,
 ) -> None:
     """A piece of a running sum over a stretch of chunks, written before every chunk (or after it), or before some.
@@ -207,11 +206,13 @@ def _over_chunks(
 
     Args:
         add: adds some rows and columns of what a chunk has.
+        count: of chunks that are summed up.
         alone: write no more than what the stretch adds.
         every: write it before every so many chunks.
         rows, columns: the size of a piece.
+        symmetric: pieces are squares, and what is above the diagonal is written with what is below it.
     """
-    ref, count = refs["new_sum"], chunks(shape)
+    ref = refs["new_sum"]
     sides = min(rows, ref.shape[-2]), min(columns, ref.shape[-1])
     down, across = (np.int32(n // side) for n, side in zip(ref.shape[-2:], sides, strict=True))
     part = lax.div(block, down * across)
@@ -222,32 +223,37 @@ def _over_chunks(
     def write(number: Any, sum: Array, shown: Any = None) -> None:
         end = None if shown is None else (shown.astype(jnp.int32) * ref.shape[-2], ref.shape[-1])
         store(ref, row, column, end, sum, number=number)
+        if symmetric and down > 1:
+            only(at[0] > at[1], lambda: store(ref, column, row, end, sum.T, number=number))
 
-    sum = jnp.zeros(sides, ref.dtype)
-    if "first" in refs:
-        sum = load(refs["first"], row, column, number=part)
-    elif "lam" in refs and not alone:
-        penalty = 1 / load_vector(refs["lam"], column, shape.key, 1.0).astype(ref.dtype)
-        sum = jnp.where(diagonal, penalty[None, :], 0.0)
-    first = part * stretch
-    last = jnp.minimum(first + stretch, count)
+    def work() -> None:
+        sum = jnp.zeros(sides, ref.dtype)
+        if "first" in refs:
+            sum = load(refs["first"], row, column, number=part)
+        elif "lam" in refs and not alone:
+            penalty = 1 / load_vector(refs["lam"], column, shape.key, 1.0).astype(ref.dtype)
+            sum = jnp.where(diagonal, penalty[None, :], 0.0)
+        first = part * stretch
+        last = jnp.minimum(first + stretch, count)
 
-    def step(index: Any, sum: Array) -> Array:
-        chunk = first + last - 1 - index if backwards else index
-        if not alone:
-            shown = None if every == 1 else lax.rem(chunk, np.int32(every)) == 0
-            write(lax.div(chunk, np.int32(every)), sum, shown)
-        return add(sum, chunk, row, column)
+        def step(index: Any, sum: Array) -> Array:
+            chunk = first + last - 1 - index if backwards else index
+            if not alone:
+                shown = None if every == 1 else lax.rem(chunk, np.int32(every)) == 0
+                write(lax.div(chunk, np.int32(every)), sum, shown)
+            return add(sum, chunk, row, column)
 
-    sum = loop_between(first, last, step, sum)
-    if alone:
-        write(part, sum)
-    elif ref.shape[0] * every > count:
-        write(np.int32(count // every), sum, last == count)
-    if "new_diagonal" in refs:
-        shown = ((first == 0) & (at[0] == at[1])).astype(jnp.int32)
-        found = jnp.sum(jnp.where(diagonal, sum, 0.0), 1)
-        store_vector(refs["new_diagonal"], row, shown * shape.key, found)
+        sum = loop_between(first, last, step, sum)
+        if alone:
+            write(part, sum)
+        elif ref.shape[0] * every > count:
+            write(np.int32(count // every), sum, last == count)
+        if "new_diagonal" in refs:
+            shown = ((first == 0) & (at[0] == at[1])).astype(jnp.int32)
+            found = jnp.sum(jnp.where(diagonal, sum, 0.0), 1)
+            store_vector(refs["new_diagonal"], row, shown * shape.key, found)
+
+    only(at[0] >= at[1], work) if symmetric and down > 1 else work()
 
 
 def _running(
@@ -257,11 +263,12 @@ def _running(
     outputs: dict[str, jax.ShapeDtypeStruct],
     begin: Array,
     *,
+    count: int,
     known: bool,
-    every: int = 1,
     in_place: dict[str, str] | None = None,
     rows: int = COLUMNS,
     columns: int = COLUMNS,
+    **over: Any,
 ) -> dict[str, Array]:
     """Running sums of one kind; where heads are few, over stretches of time side by side.
 
@@ -269,11 +276,11 @@ def _running(
         begin: what they begin with.
         known: the kernel begins so by itself.
     """
-    count, sum = chunks(shape), outputs["sum"]
+    sum = outputs["sum"]
     pieces = max(1, sum.shape[-2] // rows) * max(1, sum.shape[-1] // columns)
     stretch = -(-count // -(-_PROGRAMS // (shape.batch * pieces)))
     parts, backwards = -(-count // stretch), kernel in (_grams_after, _moments_after)
-    kernel = partial(kernel, stretch=stretch)
+    kernel = partial(kernel, count=count, stretch=stretch, rows=rows, columns=columns, **over)
     if parts > 1:
         added = dict(sum=empty(shape, parts, *sum.shape[2:], dtype=sum.dtype))
         added = run(shape, partial(kernel, alone=True), inputs, added, blocks=parts * pieces)["sum"]
@@ -282,7 +289,7 @@ def _running(
         inputs = inputs | dict(first=sums[:, 1:] if backwards else sums[:, :-1])
     elif not known:
         inputs = inputs | dict(first=begin[:, None])
-    kernel = partial(kernel, alone=False, every=every)
+    kernel = partial(kernel, alone=False)
     return run(shape, kernel, inputs, outputs, blocks=parts * pieces, in_place=in_place)
 
 
@@ -311,69 +318,59 @@ def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Arr
     return jnp.where(i <= j, loop(_TILE, step, p), 0.0).T
 
 
-def _factor(matrix: Any, refs: Refs, chunk: Any, ridge: float, least: Any, beta: Any) -> None:
-    """G⁻¹ of a matrix P, tile row by tile row through memory.
+def _factor(refs: Refs, number: Any, ridge: float, least: Any, beta: Any) -> None:
+    """G⁻¹ of the matrix P called `gram`, tile row by tile row; c takes the place of what is below P's diagonal.
 
     Args:
-        matrix: of (i, j), tile (i, j) of P for i ≥ j.
         least, beta: of i, the least pivots and the weights of its columns.
-
-    What was done so far is in `scratch`: c below the diagonal; on it and above, tile (i, j) of G⁻¹ at (j, i).
     """
-    scratch, inverse = refs["new_scratch"], refs["new_inverse"]
-    tiles = inverse.shape[-1] // _TILE
-    zero = jnp.zeros((_TILE, _TILE), scratch.dtype)
+    gram, c, inverse = refs["gram"], refs["new_c"], refs["new_inverse"]
+    zero = jnp.zeros((_TILE, _TILE), inverse.dtype)
 
     def lines(i: Any) -> Array:
         return i * _TILE + indices(_TILE)
 
-    def tile(i: Any, j: Any) -> Array:
-        return load(scratch, lines(i), lines(j), number=chunk)
+    def tile(ref: Any, i: Any, j: Any) -> Array:
+        return load(ref, lines(i), lines(j), number=number)
 
-    def keep(i: Any, j: Any, value: Array) -> None:
-        store(scratch, lines(i), lines(j), None, value, number=chunk)
+    def keep(ref: Any, i: Any, j: Any, value: Array) -> None:
         barrier()
+        store(ref, lines(i), lines(j), None, value, number=number)
 
-    def weigh(i: Any, value: Array) -> Array:
-        weights = beta(i)
-        return value if weights is None else value * weights[None, :]
+    def weighted(i: Any, j: Any) -> Array:
+        weights = beta(j)
+        return tile(c, i, j) if weights is None else tile(c, i, j) * weights[None, :]
 
     def less(i: Any, j: Any) -> Array:
         """Tile (i, j) of P less what the columns before tile j take from it."""
-        taken = loop_between(
-            np.int32(0), j, lambda k, sum: sum + dot(weigh(k, tile(i, k)), tile(j, k), (1, 1)), zero
+        barrier()
+        return loop_between(
+            0, j, lambda k, sum: sum + dot(-weighted(i, k), tile(c, j, k), (1, 1)), tile(gram, i, j)
         )
-        return matrix(i, j) - taken
 
-    def publish(i: Any, j: Any, value: Array) -> None:
-        store(inverse, lines(i), lines(j), None, value.astype(inverse.dtype), number=chunk)
-
-    def row(i: Array, carry: Any) -> Any:
-        def below(j: Array, carry: Any) -> Any:
-            keep(i, j, dot(less(i, j), tile(j, j), (1, 1)))
+    def row(i: Any, carry: Any) -> Any:
+        def below(j: Any, carry: Any) -> Any:
+            keep(c, i, j, dot(less(i, j), tile(inverse, j, j), (1, 1)))
             return carry
 
-        loop_between(np.int32(0), i, below, 0)
+        def across(j: Any, carry: Any) -> Any:
+            met = loop_between(j, i, lambda k, sum: sum + dot(weighted(i, k), tile(inverse, k, j)), zero)
+            keep(inverse, i, j, dot(-corner, met))
+            keep(inverse, j, i, zero)
+            return carry
+
+        loop_between(0, i, below, 0)
         corner = _eliminated(less(i, i), ridge, least(i), beta(i))
-        keep(i, i, corner)
-        publish(i, i, corner)
-
-        def across(j: Array, carry: Any) -> Any:
-            met = loop_between(j, i, lambda k, sum: sum + dot(weigh(k, tile(i, k)), tile(j, k)), zero)
-            value = -dot(tile(i, i), met)
-            keep(j, i, value)
-            publish(i, j, value)
-            publish(j, i, zero)
-            return carry
-
-        loop_between(np.int32(0), i, across, 0)
+        loop_between(0, i, across, 0)
+        keep(inverse, i, i, corner)
+        barrier()
         return carry
 
-    loop(tiles, row, 0)
+    loop(inverse.shape[-1] // _TILE, row, 0)
 
 
-def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
-    """W = L⁻¹ for H = L Lᵀ."""
+def _factor_states(shape: Shape, refs: Refs, leg: Any) -> None:
+    """L⁻¹ for H = L Lᵀ. Before the first leg there is nothing."""
 
     def lines(i: Any) -> Array:
         return i * _TILE + indices(_TILE)
@@ -381,15 +378,12 @@ def _factor_states(shape: Shape, refs: Refs, chunk: Any) -> None:
     def least(i: Any) -> Array:
         return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(jnp.float64)
 
-    def matrix(i: Any, j: Any) -> Array:
-        return load(refs["gram"], lines(i), lines(j), number=chunk)
-
-    _factor(matrix, refs, chunk, 0.0, least, lambda i: None)
+    only(leg > 0, lambda: _factor(refs, leg, 0.0, least, lambda i: None))
 
 
 def _factor_chunks(shape: Shape, refs: Refs, leg: Any) -> None:
     """G⁻¹ of the P of one chunk of every leg."""
-    dtype = refs["new_scratch"].dtype
+    dtype = refs["new_inverse"].dtype
 
     def lines(i: Any) -> Array:
         return i * _TILE + indices(_TILE)
@@ -398,49 +392,53 @@ def _factor_chunks(shape: Shape, refs: Refs, leg: Any) -> None:
         weights = weights_of(shape, refs, at(shape, refs, leg) * CHUNK + lines(i))
         return None if weights is None else weights.astype(dtype)
 
-    def matrix(i: Any, j: Any) -> Array:
-        return load(refs["gram"], lines(i), lines(j), number=leg)
-
-    _factor(matrix, refs, leg, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
+    _factor(refs, leg, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
 
 
 def _begin(shape: Shape, refs: Refs, leg: Any) -> None:
     """R and Φ before the first chunk of a leg: from the sums, in float64, or with nothing before it."""
-    number, summed = leg * legs(shape)[1], "root" in refs
+    number = leg * legs(shape)[1]
 
     def keep(name: str, row: Array, column: Array, value: Array) -> None:
         store(refs["new_" + name], row, column, None, value.astype(shape.dtype), number=number)
 
-    def rows(_: Any, row: Array) -> None:
-        def columns(_: Any, column: Array) -> None:
-            def term(p: Array) -> Array:
-                a, b = (load(refs["root"], p, some, number=leg) for some in (row, column))
-                return dot(a, b, (0, 0))
+    def of_pieces(tile: int, body: Callable[[Array, Array], None]) -> None:
+        each(tile, lambda _, row: each(shape.key_tile, lambda _, column: body(row, column), width=NARROW))
 
-            if summed:
-                met = total(shape.key_tile, term, width=_STRIP)
-                store(refs["new_wide"], row, column, None, met, number=leg)
-            else:
-                lam = load_vector(refs["lam"], row, shape.key, 1.0)
-                met = jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0)
-            keep("r", row, column, met)
+    def unpaired(row: Array, column: Array) -> None:
+        lam = load_vector(refs["lam"], row, shape.key, 1.0)
+        keep("r", row, column, jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0))
 
-        each(shape.key_tile, columns, width=_STRIP)
+    def paired(row: Array, column: Array) -> None:
+        def term(p: Array) -> Array:
+            a, b = (load(refs["root"], p, some, number=leg) for some in (row, column))
+            return dot(a, b, (0, 0))
 
-    def values(_: Any, row: Array) -> None:
-        def columns(_: Any, column: Array) -> None:
-            def term(p: Array) -> Array:
-                moment = load(refs["moment"], row, p, number=leg)
-                return dot(moment, load(refs["new_wide"], p, column, number=leg))
+        met = total(shape.key_tile, term, width=NARROW)
+        store(refs["new_wide"], row, column, None, met, number=leg)
+        keep("r", row, column, met)
 
-            zeros = shape.zeros(len(row), len(column))
-            keep("phi", row, column, total(shape.key_tile, term, width=_STRIP) if summed else zeros)
+    def moved(row: Array, column: Array) -> None:
+        def term(p: Array) -> Array:
+            moment = load(refs["moment"], row, p, number=leg)
+            return dot(moment, load(refs["new_wide"], p, column, number=leg))
 
-        each(shape.key_tile, columns, width=_STRIP)
+        keep("phi", row, column, total(shape.key_tile, term, width=NARROW))
 
-    each(shape.key_tile, rows)
-    barrier()
-    each(shape.value_tile, values)
+    def begin() -> None:
+        of_pieces(shape.key_tile, unpaired)
+        of_pieces(shape.value_tile, lambda r, c: keep("phi", r, c, shape.zeros(len(r), len(c))))
+
+    def go_on() -> None:
+        of_pieces(shape.key_tile, paired)
+        barrier()
+        of_pieces(shape.value_tile, moved)
+
+    if "root" not in refs:
+        begin()
+        return
+    only(leg == 0, begin)
+    only(leg > 0, go_on)
 
 
 def at(shape: Shape, refs: Refs, leg: Any) -> Any:
@@ -469,35 +467,27 @@ def before_legs(
         # request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
         pairs = dict(k=keys.astype(shape.dtype), beta=beta)
 
-        def sums(given: dict[str, Array], begin: Array) -> Array:
-            return _running(
-                shape,
-                _pairs_before,
-                pairs | given,
-                dict(sum=wide(*begin.shape[-2:])),
-                begin,
-                known=True,
-                every=size,
-                rows=_STRIP,
-                columns=_across(shape),
-            )["sum"]
+        def sums(given: dict[str, Array], begin: Array, **over: Any) -> Array:
+            outputs = dict(sum=wide(*begin.shape[-2:]))
+            over |= dict(count=(ends - 1) * size, every=size, rows=NARROW)
+            return _running(shape, _pairs_before, pairs | given, outputs, begin, known=True, **over)["sum"]
 
         penalty = 1 / jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0).astype(jnp.float64)
-        gram = sums(dict(lam=lam), jnp.eye(key) * penalty[:, None])
+        gram = sums(dict(lam=lam), jnp.eye(key) * penalty[:, None], columns=NARROW, symmetric=True)
         moment = sums(dict(v=values.astype(shape.dtype)), jnp.zeros((shape.batch, value, key)))
         found = run(
             shape,
             _factor_states,
             dict(gram=gram, lam=lam),
-            _factors(shape, ends, key, jnp.float64),
+            dict(inverse=wide(key, key), c=wide(key, key)),
             blocks=ends,
-            in_place=dict(gram="scratch"),
+            in_place=dict(gram="c"),
         )
         root = found["inverse"]
         begun = run(
             shape,
             _begin,
-            dict(root=root, moment=moment, wide=found["scratch"]),
+            dict(root=root, moment=moment, lam=lam, wide=found["c"]),
             states(shape) | dict(wide=wide(key, key)),
             blocks=count,
             in_place=dict(wide="wide"),
@@ -514,10 +504,9 @@ def before_legs(
 
 def inverted(shape: Shape, gram: Array, now: dict[str, Array | None]) -> Array:
     """G⁻¹ of one chunk of every leg, as exact as P is given; whose memory is taken."""
-    count = legs(shape)[0]
-    outputs = _factors(shape, count, CHUNK, gram.dtype)
-    taken = dict(gram="scratch")
-    return run(shape, _factor_chunks, dict(gram=gram) | now, outputs, blocks=count, in_place=taken)["inverse"]
+    given = dict(gram=gram) | now
+    settings = dict(blocks=legs(shape)[0], in_place=dict(gram="c"))
+    return run(shape, _factor_chunks, given, dict(inverse=like(gram), c=like(gram)), **settings)["inverse"]
 
 
 def after_chunks(
@@ -540,15 +529,15 @@ def after_chunks(
         sums = ahead[0], ahead[1].swapaxes(-1, -2)
         begin = [a.at[:, : b.shape[1], : b.shape[2]].set(b) for a, b in zip(begin, sums, strict=True)]
     outputs = dict(sum=empty(shape, count, key, key), diagonal=like(lam, shape.dtype))
-    known, in_place = ahead is None, dict(over="sum")
+    same: Any = dict(count=count, known=ahead is None, in_place=dict(over="sum"))
     grams = _running(
         shape,
         _grams_after,
         dict(x=given["x"], z=given["z"], over=over[0]),
         outputs,
         begin[0],
-        known=known,
-        in_place=in_place,
+        symmetric=True,
+        **same,
     )
     moments = _running(
         shape,
@@ -557,15 +546,9 @@ def after_chunks(
         dict(x=given["x"], g=given["g"], after=given["z"], over=over[1]),
         dict(sum=empty(shape, count, value, key)),
         begin[1],
-        known=known,
-        in_place=in_place,
+        **same,
     )
     return grams["sum"], moments["sum"], grams["diagonal"]
-
-
-def _factors(shape: Shape, count: int, size: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a factorization writes: an inverse, and what it works in."""
-    return dict.fromkeys(("inverse", "scratch"), empty(shape, count, size, size, dtype=dtype))
 
 
 def empty(shape: Shape, *dims: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
