@@ -29,7 +29,7 @@ def minutes(figures: list[str], preset: str, data: str | None, keep: Path | None
             f"{kept} is there already: what takes how long from a fresh start cannot be measured in it."
         )
     with tempfile.TemporaryDirectory() if kept is None else contextlib.nullcontext(kept) as folder:
-        command = [sys.executable, "-m", "mesascope.cli", "reproduce", *figures, "--preset", preset]
+        command = [sys.executable, "-m", "mesascope", "reproduce", *figures, "--preset", preset]
         command += [] if data is None else ["--data", data]
         began = time.monotonic()
         done = subprocess.run(

@@ -38,7 +38,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "spec.toml")
             path.write_text(SPEC.format(**vars(given)))
-            command = [sys.executable, "-m", "mesascope.cli", "sweep", str(path), "--runs", folder]
+            command = [sys.executable, "-m", "mesascope", "sweep", str(path), "--runs", folder]
             began = time.monotonic()
             subprocess.run(
                 [*command, "--executor", f"local:{workers}"], check=True, stdout=subprocess.DEVNULL

@@ -46,6 +46,7 @@ LAYERS = [
     "report",
     "cli_language",
     "cli",
+    "__main__",
 ]
 
 
@@ -149,14 +150,14 @@ def test_benchmark_writes_what_it_prints(tmp_path):
 
 def test_command_line_says_what_it_can_do():
     listed = subprocess.run(
-        [sys.executable, "-m", "mesascope.cli", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "mesascope", "--help"], capture_output=True, text=True, check=True
     )
     assert "bench" in listed.stdout
     assert "reproduce" in listed.stdout
-    wrong = subprocess.run([sys.executable, "-m", "mesascope.cli", "benhc"], capture_output=True, text=True)
+    wrong = subprocess.run([sys.executable, "-m", "mesascope", "benhc"], capture_output=True, text=True)
     assert wrong.returncode != 0
     no_gpu = subprocess.run(
-        [sys.executable, "-m", "mesascope.cli", "bench", "ops", "--gpu"],
+        [sys.executable, "-m", "mesascope", "bench", "ops", "--gpu"],
         capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert no_gpu.returncode != 0

@@ -32,7 +32,7 @@ def started(where, *extra, number=0, count=1, port=0, devices=1, what=TRAIN):
             "JAX_PROCESS_ID": str(number),
         }
     return subprocess.Popen(
-        [sys.executable, "-m", "mesascope.cli", *what, "--runs", str(where), *extra],
+        [sys.executable, "-m", "mesascope", *what, "--runs", str(where), *extra],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 

@@ -168,7 +168,7 @@ TINY = (
 
 
 def command(*extra: str, where: Path, what: str = TINY) -> list[str]:
-    return [sys.executable, "-m", "mesascope.cli", "train", *what.split(), "--runs", str(where), *extra]
+    return [sys.executable, "-m", "mesascope", "train", *what.split(), "--runs", str(where), *extra]
 
 
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -428,7 +428,7 @@ def test_command_line_errors_are_sentences(tmp_path):
         (["show", "nothing", "--runs", str(tmp_path)], "there is no run 'nothing'"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "mesascope.cli", *arguments],
+            [sys.executable, "-m", "mesascope", *arguments],
             capture_output=True,
             text=True,
             env=ENVIRONMENT,

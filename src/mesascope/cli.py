@@ -561,7 +561,3 @@ def _kinds(config: "Config") -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class _Variant:
     variant: Literal["as_run", "as_written"] = "as_run"
-
-
-if __name__ == "__main__":
-    main()
