@@ -345,7 +345,7 @@ def test_preparing_a_corpus_on_a_full_disk(tmp_path):
 
     def prepare(where, limit=None):
         words = ["lm", "prepare", data, "--bpe", "300", "--out", where, "--shard-tokens", "4000"]
-        command = [sys.executable, "-m", "mesascope.cli", *map(str, words)]
+        command = [sys.executable, "-m", "mesascope", *map(str, words)]
         command = command if limit is None else limited(limit, command)
         return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
 

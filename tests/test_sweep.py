@@ -335,7 +335,7 @@ ENVIRONMENT |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def command(*words):
-    return [sys.executable, "-m", "mesascope.cli", "sweep", *map(str, words)]
+    return [sys.executable, "-m", "mesascope", "sweep", *map(str, words)]
 
 
 def finish(*words, **options):
@@ -386,7 +386,7 @@ def test_figures_are_placed_in_pieces(tmp_path):
     """fig1 needs no models and has one piece; the driver then finds it."""
     place = ["--preset", "smoke", "--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
     done = subprocess.run(
-        [sys.executable, "-m", "mesascope.cli", "reproduce", "fig1", *place, "--executor", "local"],
+        [sys.executable, "-m", "mesascope", "reproduce", "fig1", *place, "--executor", "local"],
         capture_output=True, text=True, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -408,7 +408,7 @@ def test_what_is_done_is_drawn_though_a_piece_failed(tmp_path):
     """One figure needs text, and there is none; the other is drawn, and the exit status tells."""
     where = ["--preset", "smoke", "--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
     done = subprocess.run(
-        [sys.executable, "-m", "mesascope.cli", "reproduce", "fig1", "lm-attention", *where, "--executor", "local:2"],
+        [sys.executable, "-m", "mesascope", "reproduce", "fig1", "lm-attention", *where, "--executor", "local:2"],
         capture_output=True, text=True, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

@@ -143,7 +143,7 @@ def test_killed_at_any_moment(corpus, tmp_path):
     def process(where) -> subprocess.Popen:
         options = ("--train.steps", "3000", "--train.eval-every", "500", "--save-seconds", "0.05")
         given = ("--data", str(corpus.path), "--runs", str(tmp_path / where))
-        command = [sys.executable, "-m", "mesascope.cli", "lm", "train", *TINY, *options, *given]
+        command = [sys.executable, "-m", "mesascope", "lm", "train", *TINY, *options, *given]
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     killed = process("killed")
