@@ -17,8 +17,8 @@ def has_kernels() -> bool:
 class Reference:
     """One dense solve per time step: the definition.
 
-    With `return_state` and keys wider than 128 it may hang on a CPU of few cores: batched LAPACK calls that XLA runs
-    side by side can wait for each other (seen with jax 0.10).
+    Where keys are wide it may hang on a CPU of few cores: batched LAPACK calls that XLA runs side by side can wait for
+    each other (seen with jax 0.10: with `return_state` beyond 128, and in the gradient from 96 on).
     """
 
 

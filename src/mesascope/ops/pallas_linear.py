@@ -68,13 +68,10 @@ def _walk(backwards: bool, refs: dict[str, Any], block: Any) -> None:
 
 def _attend(q: Array, k: Array, v: Array, *, backwards: bool = False) -> Array:
     tiles = padded(q.shape[-1]), padded(v.shape[-1])
-    outputs = dict(
-        out=jax.ShapeDtypeStruct(v.shape, v.dtype), state=jax.ShapeDtypeStruct((len(q), *tiles), v.dtype)
-    )
-    blocks = max(1, tiles[1] // COLUMNS)
-    return call_by_block(partial(_walk, backwards), dict(q=q, k=k, v=v), outputs, blocks=blocks, warps=4)[
-        "out"
-    ]
+    shapes = dict(out=v.shape, state=(len(q), *tiles))
+    outputs = {name: jax.ShapeDtypeStruct(shape, v.dtype) for name, shape in shapes.items()}
+    kernel, blocks = partial(_walk, backwards), max(1, tiles[1] // COLUMNS)
+    return call_by_block(kernel, dict(q=q, k=k, v=v), outputs, blocks=blocks, warps=4)["out"]
 
 
 def _linear_fused(
