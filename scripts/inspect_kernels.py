@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesascope.bench import sequences
-from mesascope.ops import kernels, methods, pallas, pallas_states
+from mesascope.ops import kernels, pallas, pallas_prefix, pallas_states
 from mesascope.ops.sequence import Sequence
 
 KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
@@ -141,7 +141,7 @@ def by_kernel(function: Callable, arguments: Any, *, runs: int = 3) -> tuple[Cou
     return spent, Counter({name: count // runs for name, count in often.items()})
 
 
-def with_warps(call: Callable, warps: int | None, *given: Any, **settings: Any) -> Any:
+def with_warps(call: Callable, warps: int | None, /, *given: Any, **settings: Any) -> Any:
     """In place of `call_by_block`."""
     if warps and settings["warps"] > 1:
         settings["warps"] = warps
@@ -195,10 +195,11 @@ def main() -> None:
         out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, g), q, k, v)
         return out, pull(g)
 
+    legs = pallas_prefix.applies
     print(f"(batch·heads, time, width) = {tuple(given.shape)}\n")
     columns = ["calls", "ms"] if given.what == "time" else ["registers", "stack", "instructions", ""]
     print("|kernel|" + "|".join(columns) + "|\n|---" + "|---" * len(columns) + "|", flush=True)
-    for methods.TRIED in (True,) if given.prefix_only else (False, True):
+    for pallas_prefix.applies in (legs,) if given.prefix_only else (lambda seq: False, legs):
         if given.what == "time":
             arrays = [
                 jnp.asarray(a[..., :n], dtype) for a, n in zip(sequences(*given.shape), widths, strict=True)

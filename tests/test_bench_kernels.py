@@ -28,7 +28,7 @@ def test_rows(measured):
     assert found == [
         *(([2, 20, 8], dtype, name, method) for dtype in ("float32", "bfloat16") for method in ("auto", "pallas")
           for name in passes),
-        *(([2, 5, 130], "float32", name, "auto") for name in passes),
+        *(([2, 5, 130], "float32", name, method) for method in ("auto", "pallas") for name in passes),
     ]  # fmt: skip
     for row in rows:
         assert row["ms"] > 0

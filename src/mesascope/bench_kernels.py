@@ -6,10 +6,11 @@ peer is given the same numbers: bfloat16, no forgetting, and thirty steps of con
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -46,19 +47,25 @@ LONG = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of one problem: batch · heads, time, width of keys, of values if that is another."""
+    """Sizes of one problem: batch · heads, time, width of keys and of values.
+
+    Attributes:
+        beside: whether to time the peer there, which tries settings of its kernels for minutes, and takes no keys wider
+            than values.
+    """
 
     batch: int
     time: int
     key: int
     value: int
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    beside: bool = False
 
 
 SHAPES = (
     Shape(batch=1024, time=50, key=20, value=20, dtypes=("float32",)),
-    Shape(batch=384, time=1024, key=64, value=64),
-    Shape(batch=128, time=2048, key=128, value=128),
+    Shape(batch=384, time=1024, key=64, value=64, beside=True),
+    Shape(batch=128, time=2048, key=128, value=128, beside=True),
     Shape(batch=192, time=1024, key=384, value=64),
     Shape(batch=8, time=16_384, key=64, value=64, dtypes=("float32",)),
     Shape(batch=8, time=65_536, key=64, value=64, dtypes=("float32",)),
@@ -142,8 +149,16 @@ def _peak(compiled: Any) -> float | None:
 
 def exactly(shape: Shape, dtype: str) -> list[np.ndarray]:
     """Outputs and gradients of the first sequences; of long ones, outputs of the first tokens."""
+    return _comparable(shape, exact64(*_first(shape, dtype)))
+
+
+def _first(shape: Shape, dtype: str) -> tuple[Any, ...]:
+    """What `exact64` takes, of these."""
     q, k, v, g = (np.asarray(a[:FEW, :LONG], np.float32) for a in inputs(shape, dtype))
-    exact = exact64(q, k, v, LAM, g)
+    return q, k, v, LAM, g
+
+
+def _comparable(shape: Shape, exact: list[np.ndarray]) -> list[np.ndarray]:
     return exact if shape.time <= LONG else exact[:1]
 
 
@@ -232,32 +247,33 @@ def kernel_table(
         rows: where to put what was measured.
         after: what to do after every row, such as saving it.
     """
-    table = Table(title="the mesa operation, and flash-linear-attention's (30 steps of conjugate gradients)")
-    for column in ("shape", "dtype", "pass", "method", "ms", "GB", "error", "theirs: ms", "GB", "error"):
-        table.add_column(
-            column, justify="left" if column in ("shape", "dtype", "pass", "method") else "right"
-        )
     compiled, exact = prepare(console, shapes)
-    first = len(rows)
-    for shape in shapes:
-        beside: dict[Pass, dict[str, Any]] = {}
-        if has_peer() if peer is None else peer:
-            with console.status(f"timing flash-linear-attention at {shape}"):
-                beside = theirs(shape, exact[shape, "bfloat16"], repeats=repeats)
+    measured: dict[Program, dict[str, Any]] = {}
+    for program, code in compiled.items():
+        with console.status(f"timing {program}"):
+            row = measure(program, code.result(), exact[program.shape, program.dtype], repeats=repeats)
+        rows.append(row)
+        measured[program] = row
+        after()
+    for shape in (s for s in shapes if s.beside and (has_peer() if peer is None else peer)):
+        with console.status(f"timing flash-linear-attention at {shape}"):
+            beside = theirs(shape, exact[shape, "bfloat16"], repeats=repeats)
         for program in (p for p in compiled if p.shape == shape):
-            with console.status(f"timing {program}"):
-                row = measure(
-                    program,
-                    compiled[program].result(),
-                    exact[shape, program.dtype],
-                    repeats=repeats,
-                )
-            rows.append(row | beside.get(program.name, {}))
-            table.add_row(*_cells(rows[-1]))
-            after()
-    console.print(table)
-    for line in growth(rows[first:]):
+            measured[program] |= beside[program.name]
+        after()
+    console.print(_table(list(measured.values())))
+    for line in growth(list(measured.values())):
         console.print(line, highlight=False)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="the mesa operation, and flash-linear-attention's (30 steps of conjugate gradients)")
+    words = ("shape", "dtype", "pass", "method")
+    for column in (*words, "ms", "GB", "error", "theirs: ms", "GB", "error"):
+        table.add_column(column, justify="left" if column in words else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
 
 
 def prepare(
@@ -271,10 +287,15 @@ def prepare(
         for method in _worth_timing(shape)
         for name in get_args(Pass)
     ]
-    dtypes = {(shape, dtype) for shape in shapes for dtype in ("bfloat16", *shape.dtypes)}
-    with console.status(f"compiling {len(programs)} programs"), ThreadPoolExecutor() as pool:
-        compiled = {program: pool.submit(program.compile) for program in programs}
-        exact = {one: exactly(*one) for one in dtypes}  # numpy's own threads are enough
+    dtypes = {(shape, dtype) for shape in shapes for dtype in shape.dtypes}
+    with (
+        console.status(f"compiling {len(programs)} programs"),
+        ThreadPoolExecutor() as threads,
+        ProcessPoolExecutor(mp_context=get_context("spawn")) as processes,  # a GPU does not survive a fork
+    ):
+        compiled = {program: threads.submit(program.compile) for program in programs}
+        solved = {one: processes.submit(exact64, *_first(*one)) for one in dtypes}
+        exact = {one: _comparable(one[0], result.result()) for one, result in solved.items()}
     return compiled, exact
 
 

@@ -182,9 +182,17 @@ def test_cg_stops_at_its_tolerance():
     assert norms[0] > norms[1] > 1e-8 > norms[2]
 
 
-def test_auto_takes_what_was_measured_for_wide_keys(monkeypatch):
-    monkeypatch.setattr(methods, "WIDE", Prefix(chunk_size=128))
+def test_auto_takes_what_was_measured(monkeypatch):
     settle = partial(methods.resolve, "auto", whitening_applies=True)
-    assert settle(kernels_apply=False, wide=True) == Prefix(chunk_size=128)
     assert settle(kernels_apply=False) == Chunked()
     assert settle(kernels_apply=True) == Pallas()
+
+    fastest = partial(Pallas.is_fastest, dtype=jnp.float32)
+    assert not fastest(64, 64, plain=True)
+    monkeypatch.setattr(methods, "has_kernels", lambda: True)
+    assert fastest(384, 128, plain=True)
+    assert not fastest(385, 64, plain=True)
+    assert not fastest(64, 129, plain=True)
+    assert fastest(64, 64, plain=False)
+    assert not fastest(65, 64, plain=False)
+    assert not Pallas.is_fastest(64, 64, jnp.float64, plain=True)

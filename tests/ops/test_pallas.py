@@ -14,7 +14,7 @@ import pytest
 
 from mesascope import mesa_attention
 from mesascope.bench import relative_error
-from mesascope.ops import methods, pallas
+from mesascope.ops import pallas, pallas_prefix
 from mesascope.ops.sequence import Sequence
 from tests.helpers import assert_close, draw
 from tests.ops.test_accuracy import CELLS, FUSED, assert_within_bound
@@ -23,7 +23,7 @@ from tests.ops.test_finite import KINDS, hostile
 
 @pytest.fixture(autouse=True)
 def by_blocks(monkeypatch):
-    monkeypatch.setattr(methods, "TRIED", False)
+    monkeypatch.setattr(pallas_prefix, "applies", lambda seq: False)
 
 
 def sequence(time, width, *, decays=False, runs=False, state=False):

@@ -68,7 +68,6 @@ def test_a_step_is_one_kernel_on_a_gpu(monkeypatch):
     """No operation in it is unknown to the compiler of kernels, for which there need not be a GPU."""
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(methods, "has_kernels", lambda: True)
-    monkeypatch.setattr(methods, "TRIED", True)
     state = mesa_init(jnp.ones((4, 64), jnp.float32), 64)
     q = k = v = jnp.ones((4, 64), jnp.float32)
     program = jax.jit(mesa_step).trace(state, q, k, v).lower(lowering_platforms=("cuda",)).as_text()

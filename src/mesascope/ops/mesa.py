@@ -23,7 +23,6 @@ from mesascope.ops.methods import (
     Prefix,
     Recursive,
     Reference,
-    has_kernels,
     resolve,
 )
 from mesascope.ops.recursive import reverse_time_solve, sherman_morrison
@@ -170,8 +169,7 @@ def mesa_attention(
     kernels_apply = Pallas.is_fastest(
         inputs.keys.shape[-1], inputs.values.shape[-1], inputs.keys.dtype, plain=plain
     )
-    wide = has_kernels() and inputs.keys.shape[-1] > Pallas.WIDEST and inputs.log_decay is None
-    chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply, wide=wide)
+    chosen = resolve(method, whitening_applies=not constant, kernels_apply=kernels_apply)
     _check_method(chosen, inputs, constant, plain)
     if isinstance(chosen, Chunked | Prefix | Pallas):
         out, flat_state = _whitening_method(chosen, inputs, return_state)
@@ -456,9 +454,10 @@ def linear_attention(
     """
     inputs = prepare(queries, keys, values, None, log_decay, beta, segment_ids, _matrix_state(state))
     k = inputs.keys if inputs.beta is None else inputs.beta[..., None] * inputs.keys
+    heads, time, key = k.shape
     initial = None if inputs.state is None else inputs.state["matrix"]
     plain = inputs.log_decay is None and inputs.runs is None and initial is None and not return_state
-    if plain and Pallas.attends(len(k), k.shape[-1], inputs.values.shape[-1], k.dtype):
+    if plain and Pallas.attends(heads, time, key, inputs.values.shape[-1], k.dtype):
         from mesascope.ops.pallas_linear import linear_fused
 
         out = linear_fused(inputs.queries, k, inputs.values)
@@ -488,10 +487,16 @@ def delta_attention(
     """
     inputs = prepare(queries, keys, values, None, log_decay, beta, segment_ids, _matrix_state(state))
     assert inputs.beta is not None
+    q, k, v = inputs.queries, inputs.keys, inputs.values
     initial = None if inputs.state is None else inputs.state["matrix"]
-    out, final = delta_chunked(
-        inputs.queries, inputs.keys, inputs.values, inputs.beta, inputs.log_decay, inputs.runs, initial
-    )
+    plain = inputs.log_decay is None and inputs.runs is None and initial is None and not return_state
+    if plain and Pallas.corrects(len(k), k.shape[-1], v.shape[-1], k.dtype):
+        from mesascope.ops.pallas_linear import innovations_fused, linear_fused
+
+        weighted = inputs.beta[..., None] * k
+        out = linear_fused(q, weighted, innovations_fused(k, weighted, v))
+        return out.reshape(*inputs.leading, *out.shape[1:]).astype(inputs.out_dtype)
+    out, final = delta_chunked(q, k, v, inputs.beta, inputs.log_decay, inputs.runs, initial)
     return _finish(inputs, out, final, return_state)
 
 

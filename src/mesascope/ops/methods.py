@@ -96,11 +96,6 @@ class ConjugateGradients:
     max_steps: int | None = None
 
 
-# Whether kernels that have not run on a GPU as they now are (those of pallas_prefix.py, pallas_step.py and
-# pallas_linear.py) are taken. On only in tests, until `pytest -m gpu` has passed for these.
-TRIED = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pallas:
     """Fused GPU kernels: float32 or bfloat16, keys and values up to 128 wide. Without a GPU interpreted: slow.
@@ -114,11 +109,12 @@ class Pallas:
     WIDEST: ClassVar[int] = 128
     WIDEST_KEYS: ClassVar[int] = 384
     FEW: ClassVar[int] = 64
+    MANY: ClassVar[int] = 256
 
     @classmethod
     def takes(cls, key: int, value: int, *, plain: bool) -> bool:
         """Whether there is a kernel for such heads."""
-        return value <= cls.WIDEST and key <= (cls.WIDEST_KEYS if plain and TRIED else cls.WIDEST)
+        return value <= cls.WIDEST and key <= (cls.WIDEST_KEYS if plain else cls.WIDEST)
 
     @classmethod
     def is_fastest(cls, key: int, value: int, dtype: Any, *, plain: bool) -> bool:
@@ -126,19 +122,24 @@ class Pallas:
 
         Sequences that are not plain are walked one block after the other, which wins up to widths of 64.
         """
-        widest = cls.WIDEST if plain and TRIED else 64
-        return has_kernels() and dtype == jnp.float32 and max(key, value) <= widest
+        wins = cls.takes(key, value, plain=True) if plain else max(key, value) <= 64
+        return has_kernels() and dtype == jnp.float32 and wins
 
     @classmethod
     def steps(cls, key: int, value: int, dtype: Any) -> bool:
         """Whether a decoding step is one kernel."""
-        return TRIED and has_kernels() and dtype == jnp.float32 and max(key, value) <= cls.WIDEST
+        return has_kernels() and dtype == jnp.float32 and max(key, value) <= cls.WIDEST
 
     @classmethod
-    def attends(cls, heads: int, key: int, value: int, dtype: Any) -> bool:
-        """Whether causal linear attention is one kernel: where there are heads enough, for each is walked."""
-        sizes = max(key, value) <= cls.WIDEST and heads >= cls.FEW
-        return TRIED and has_kernels() and dtype == jnp.float32 and sizes
+    def corrects(cls, heads: int, key: int, value: int, dtype: Any) -> bool:
+        """Whether the delta rule is kernels that walk every head: where there are some."""
+        return cls.steps(key, value, dtype) and heads >= cls.FEW
+
+    @classmethod
+    def attends(cls, heads: int, time: int, key: int, value: int, dtype: Any) -> bool:
+        """Whether causal linear attention is: where they walk far, and are enough to fill a GPU."""
+        walks = heads * -(-value // 64)
+        return cls.corrects(heads, key, value, dtype) and time > 64 and walks >= cls.MANY
 
     @classmethod
     def check(cls, key: int, value: int, dtype: Any, *, plain: bool) -> None:
@@ -166,21 +167,14 @@ NAMED: dict[str, Method] = {
 }
 
 
-# What "auto" takes on a GPU for keys wider than any kernel takes, unless they forget: to be replaced by what
-# scripts/measure_methods.py finds to be fastest.
-WIDE: Method = Chunked()
-
-
-def resolve(
-    method: str | Method, *, whitening_applies: bool, kernels_apply: bool, wide: bool = False
-) -> Method:
+def resolve(method: str | Method, *, whitening_applies: bool, kernels_apply: bool) -> Method:
     """Turn a name into a method; `"auto"` picks the fastest exact one for the problem."""
     if isinstance(method, Method):
         return method
     if method == "auto":
         if not whitening_applies:
             return ConjugateGradients()
-        return Pallas() if kernels_apply else WIDE if wide else Chunked()
+        return Pallas() if kernels_apply else Chunked()
     if isinstance(method, str) and method in NAMED:
         return NAMED[method]
     raise ValueError(f"method: expected 'auto', {', '.join(map(repr, NAMED))} or a Method, got {method!r}.")

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from mesascope.ops import chunked, methods, pallas_prefix
+from mesascope.ops import chunked, pallas_prefix
 from mesascope.ops.chunked import canonical, default_chunk_size, final_adjoint, whitened
 from mesascope.ops.chunks import decay_since_start, sum_to_end
 from mesascope.ops.factor import matmul, transpose
@@ -416,7 +416,7 @@ def plan(seq: Sequence, want_state: bool, coarse: bool = False) -> Plan:
         want_state,
         blocks=plain and not _narrow(shape),
         blocks_back=not by_tokens,
-        prefix=methods.TRIED and not _narrow(shape) and pallas_prefix.applies(seq),
+        prefix=not _narrow(shape) and pallas_prefix.applies(seq),
         coarse=coarse,
     )
 
