@@ -1,8 +1,10 @@
-"""Compute again pieces of published figures, all else of which stays as it is published, and publish the figures.
+"""Compute pieces of published figures, all else of which stays as it is published, and publish the figures.
 
     python scripts/recompute_pieces.py fig4/mesa_optimizer fig7/partial_stacked --runs runs
+    python scripts/recompute_pieces.py si-tokens/full-mesa --made report    # what `reproduce --preset paper` made
 
-At paper scale: of algorithms and data, and of models that are trained again where they are not among the runs.
+At paper scale: of algorithms and data, and of models that are trained again where they are not among the runs. Pieces
+that were made on another machine, with `--out report`, are taken as they are.
 """
 
 import shutil
@@ -18,7 +20,7 @@ from mesascope.experiments.lab import SCALES, Lab, tuned_folder
 from mesascope.experiments.reproduce import compute_piece, piece_path, publish, redraw
 
 
-def main(names: tyro.conf.Positional[list[str]], runs: Path = Path("runs")) -> None:
+def main(names: tyro.conf.Positional[list[str]], runs: Path = Path("runs"), made: Path | None = None) -> None:
     """FIGURE/PIECE …"""
     console, scale = Console(), SCALES["paper"]
     with tempfile.TemporaryDirectory() as folder:
@@ -31,12 +33,20 @@ def main(names: tyro.conf.Positional[list[str]], runs: Path = Path("runs")) -> N
                 shutil.copy(path, tuned)
         again = [name.split("/") for name in names]
         for figure in dict.fromkeys(figure for figure, _ in again):
-            arrays, about = results.read(released.directory() / "arrays" / figure)
+            published = released.directory() / "arrays" / figure
+            arrays, about = (
+                results.read(published) if results.files(published)[0].exists() else ({}, {"pieces": {}})
+            )
             for piece, of in about["pieces"].items():
                 if [figure, piece] not in again:
                     part = {name: arrays[name] for name in of["arrays"]}
                     results.write(piece_path(figure, piece, out / scale.name), part, of)
         for figure, piece in again:
+            there = None if made is None else piece_path(figure, piece, made / scale.name)
+            if there is not None:
+                arrays, about = results.read(there)
+                results.write(piece_path(figure, piece, out / scale.name), arrays, about)
+                continue
             _, about = compute_piece(experiments.experiment(figure), piece, lab, out / scale.name)
             console.print(f"{figure}/{piece}: {about['seconds']:.0f} s", highlight=False)
         figures = list(dict.fromkeys(figure for figure, _ in again))

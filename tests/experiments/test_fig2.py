@@ -5,6 +5,7 @@ import pytest
 
 from mesascope.experiments import experiment
 from mesascope.experiments.fig2 import KINDS, WIDTHS, width_name
+from mesascope.experiments.reproduce import piece_path
 from tests.experiments.planted import flips, planted
 
 SPREAD = np.linspace(0.99, 1.01, 5)
@@ -95,3 +96,14 @@ def test_panels():
     panels = experiment("si-tokens").panels(planted("si-tokens", TOKENS))
     assert [len(panel.lines) for panel in panels] == [6, len(WIDTHS), len(WIDTHS)]
     assert all(line.x[0] == 0 and line.x[1] == -1 for line in a.lines)
+
+
+def test_what_two_figures_share_is_computed_once(tmp_path):
+    """Where it is kept is the same place, and it is the same function of the same model."""
+    one = experiment("si-tokens")
+    assert set(one.shared) == {"softmax-7", "hybrid-mesa", "softmax-7_80", "hybrid-mesa_80"}
+    for name, (figure, there) in one.shared.items():
+        mine, other = one.pieces[name], experiment(figure).pieces[there]
+        assert (mine.func, mine.keywords) == (other.func, other.keywords)
+        assert piece_path("si-tokens", name, tmp_path) == piece_path(figure, there, tmp_path)
+    assert piece_path("si-tokens", "full-mesa", tmp_path) != piece_path("fig2", "full-mesa", tmp_path)

@@ -24,6 +24,7 @@ class Experiment:
         claims: what they are held to.
         minutes: by scale, how long it takes; see `experiments.minutes`.
         needs_text: its models are trained on a prepared corpus.
+        shared: of its pieces those that are another figure's too, by name: that figure and the piece's name there.
         in_parts: panels and claims take what there is: it can be drawn and published before all pieces are computed.
     """
 
@@ -35,6 +36,7 @@ class Experiment:
     claims: Callable[[Result], list[Claim]]
     minutes: Mapping[str, float] = field(default_factory=dict)
     needs_text: bool = False
+    shared: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     in_parts: bool = False
 
 
@@ -77,6 +79,7 @@ def as_written(figure: Experiment) -> Experiment:
         id=name,
         shows=f"{figure.shows}; models as the paper's text has them",
         pieces={piece: partial(compute, of) for piece, of in figure.pieces.items()},
+        shared={piece: (of + AS_WRITTEN, there) for piece, (of, there) in figure.shared.items()},
         panels=panels,
         claims=claims,
     )

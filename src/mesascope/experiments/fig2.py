@@ -291,6 +291,10 @@ EXPERIMENTS = {
         },
         panels=token_panels,
         claims=token_claims,
+        shared={
+            **{kind: ("fig2", f"binding_{kind}") for kind in KINDS},
+            **{f"{kind}_{WIDTHS[-1]}": ("fig2", f"partial_{kind}") for kind in KINDS},
+        },
         in_parts=True,
     ),
 }

@@ -200,6 +200,7 @@ def is_kept(experiment: Experiment, name: str, lab: Lab, folder: Path) -> bool:
 
 def piece_path(figure: str, name: str, folder: Path) -> Path:
     """Of a piece's arrays, but for how the files end."""
+    figure, name = experiments.experiment(figure).shared.get(name, (figure, name))
     return folder / "pieces" / figure / name
 
 
