@@ -21,6 +21,7 @@ from tests.ops.test_finite import KINDS, hostile
 from tests.ops.test_pallas import assert_equal_to_the_definition, sequence
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
+SUMS = [pytest.param(False, id=""), pytest.param(True, id="sums in 16 bits")]
 
 
 @pytest.fixture(autouse=True)
@@ -182,8 +183,10 @@ def test_at_most_four_times_the_classical_error_with_products_as_tensor_cores_ma
 @pytest.mark.parametrize(
     ("time", "width"), [(70, 40), slow(130, 64), slow(300, 64), slow(100, 128), slow(300, 384)]
 )
-def test_bfloat16_loses_little_more_than_its_outputs_do(time, width, abreast, monkeypatch):
+@pytest.mark.parametrize("sums", SUMS)
+def test_bfloat16_loses_little_more_than_its_outputs_do(time, width, abreast, sums, monkeypatch):
     """Rounding these alone costs 1.7e-3. In between, products that are not multiplied further have 16 digits."""
+    monkeypatch.setattr(pallas_states, "_SUMS_IN_16_BITS", sums)
     take_at_once(abreast, monkeypatch)
     assert_bfloat16_is_close(time, width)
 
@@ -191,39 +194,57 @@ def test_bfloat16_loses_little_more_than_its_outputs_do(time, width, abreast, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("abreast", [None, 2], ids=["", "one leg"])
 @pytest.mark.parametrize(("time", "width"), [(130, 64), (100, 128), (300, 384)])
-def test_bfloat16_with_products_as_tensor_cores_make_them(time, width, abreast, monkeypatch):
+@pytest.mark.parametrize("sums", SUMS)
+def test_bfloat16_with_products_as_tensor_cores_make_them(time, width, abreast, sums, monkeypatch):
+    monkeypatch.setattr(pallas_states, "_SUMS_IN_16_BITS", sums)
     take_at_once(abreast, monkeypatch)
     with tensor_cores.in_place_of_ours(monkeypatch):
         assert_bfloat16_is_close(time, width)
 
 
-def test_nothing_of_16_bits_is_multiplied_in_float64(monkeypatch):
-    """Triton does it wrongly, which no interpreter shows."""
-    seen, run = [], pallas_states.run
-
-    def noticed(shape, kernel, inputs, outputs, **settings):
-        if any(output.dtype == jnp.float64 for output in outputs.values()):
-            seen.extend(a.dtype for a in inputs.values() if a is not None)
-        return run(shape, kernel, inputs, outputs, **settings)
-
-    monkeypatch.setattr(pallas_states, "run", noticed)
+@pytest.mark.parametrize("sums", SUMS)
+def test_nothing_of_16_bits_is_multiplied_in_float64(sums, monkeypatch):
+    """Triton does it wrongly, which no interpreter shows. So no kernel that is given such multiplies so."""
+    monkeypatch.setattr(pallas_states, "_SUMS_IN_16_BITS", sums)
     array = jax.ShapeDtypeStruct((2, 130, 64), jnp.bfloat16)
-    jax.eval_shape(lambda q, k, v: mesa_attention(q, k, v, 1.0, method="pallas"), array, array, array)
-    assert len(seen) >= 4
-    assert min(dtype.itemsize for dtype in seen) == 4
+
+    def outcome(q, k, v, g):
+        out, pull = jax.vjp(lambda *a: mesa_attention(*a, 1.0, method="pallas"), q, k, v)
+        return out, pull(g)
+
+    program = jax.make_jaxpr(outcome)(*[array] * 4)
+    called = [e for e in equations(program.jaxpr) if e.primitive.name == "pallas_call"]
+    of_16_bits = [e for e in called if any(a.aval.dtype.itemsize == 2 for a in e.invars)]
+    assert len(of_16_bits) == (12 if sums else 8) < len(called)
+    for kernel in of_16_bits:
+        products = [e for e in equations(kernel.params["jaxpr"]) if e.primitive.name == "dot_general"]
+        assert all(a.aval.dtype != jnp.float64 for e in products for a in e.invars)
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("abreast", [None, 2, 8])
 @pytest.mark.parametrize(("time", "width"), [(130, 64), (1024, 64), (1024, 128), (300, 384)])
-def test_bfloat16_on_a_gpu(time, width, abreast, monkeypatch):
+@pytest.mark.parametrize("sums", SUMS)
+def test_bfloat16_on_a_gpu(time, width, abreast, sums, monkeypatch):
+    monkeypatch.setattr(pallas_states, "_SUMS_IN_16_BITS", sums)
     take_at_once(abreast, monkeypatch)
     assert jax.default_backend() == "gpu"
     assert_bfloat16_is_close(time, width)
 
 
-def test_bfloat16_with_weights_of_pairs():
+@pytest.mark.parametrize("sums", SUMS)
+def test_bfloat16_with_weights_of_pairs(sums, monkeypatch):
     """Whose gradients come from those of the pairs before they are rounded."""
+    monkeypatch.setattr(pallas_states, "_SUMS_IN_16_BITS", sums)
     q, k, v, g = (jnp.asarray(a, jnp.bfloat16) for a in sequences(2, 70, 40))
     beta = jnp.asarray(np.random.default_rng(1).uniform(size=(2, 70)), jnp.float32)
 
@@ -295,7 +316,7 @@ def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
     """No operation in them is unknown to the compiler of kernels, for which there need not be a GPU."""
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(pallas_states, "SIX", six)
-    assert len(lowered(width)) == 17
+    assert len(lowered(width)) == 18
 
 
 def lowered(width):

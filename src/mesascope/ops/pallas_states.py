@@ -46,6 +46,11 @@ _PROGRAMS = 256  # fewer leave much of a GPU idle
 # Chunks that are taken at once, by the widest tile that it holds for: so many hide the steps in which each is factored.
 _ABREAST = {64: 1536, 128: 1024, 384: 192}
 
+# Whether sums before legs read keys and values of 16 bits as such. Off until it has run on a GPU: of what is
+# loaded in 16 bits and cast to float64, Triton makes wrong products (triton pull request 11664; jaxlib 0.11.2 has the
+# fault, and no interpreter shows it), but these are made in float32.
+_SUMS_IN_16_BITS = False
+
 Refs = dict[str, Any]
 
 # Which products of float32 are six of bfloat16. In these TF32 needs a factor transposed, a number at a time.
@@ -144,11 +149,20 @@ def _pairs_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
     def add(sum: Array, chunk: Any, rows: Array, columns: Array) -> Array:
         def term(p: Array) -> Array:
             beta = weights_of(shape, refs, chunk * CHUNK + p)
-            a = given(refs[name], chunk, rows, p, tile).astype(sum.dtype)
-            k = given(refs["k"], chunk, columns, p, shape.key_tile).astype(sum.dtype)
+            a, k = (
+                given(refs[name], chunk, rows, p, tile),
+                given(refs["k"], chunk, columns, p, shape.key_tile),
+            )
+            if (
+                k.dtype == jnp.bfloat16
+            ):  # their products are exact, and so few of them lose nothing that counts
+                a = a if beta is None else beta[:, None] * a.astype(shape.dtype)
+                return exact(a, k, (0, 0)).astype(sum.dtype)
+            a, k = a.astype(sum.dtype), k.astype(sum.dtype)
             return dot(_times(None if beta is None else beta[:, None], a), k, (0, 0))
 
-        return total(CHUNK, term, sum, width=NARROW)
+        narrow = _TILE if refs["k"].dtype == jnp.bfloat16 else NARROW
+        return total(CHUNK, term, sum, width=narrow)
 
     _over_chunks(shape, refs, block, add, **over)
 
@@ -395,50 +409,82 @@ def _factor_chunks(shape: Shape, refs: Refs, leg: Any) -> None:
     _factor(refs, leg, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
 
 
-def _begin(shape: Shape, refs: Refs, leg: Any) -> None:
-    """R and Φ before the first chunk of a leg: from the sums, in float64, or with nothing before it."""
-    number = leg * legs(shape)[1]
+def _pieces(of: jax.ShapeDtypeStruct) -> int:
+    """In how many pieces R or Φ begins."""
+    return max(1, of.shape[-2] // COLUMNS) * max(1, of.shape[-1] // NARROW)
 
-    def keep(name: str, row: Array, column: Array, value: Array) -> None:
-        store(refs["new_" + name], row, column, None, value.astype(shape.dtype), number=number)
 
-    def of_pieces(tile: int, body: Callable[[Array, Array], None]) -> None:
-        each(tile, lambda _, row: each(shape.key_tile, lambda _, column: body(row, column), width=NARROW))
+def _piece_of(ref: Any, block: Any) -> tuple[Any, Any, Any]:
+    """A program's leg, and where the rows and the columns of its piece start."""
+    rows, columns = _sides(ref)
+    down, across = np.int32(ref.shape[-2] // rows), np.int32(ref.shape[-1] // columns)
+    row, column = lax.rem(block, down), lax.rem(lax.div(block, down), across)
+    return lax.div(block, down * across), row * rows, column * columns
 
-    def unpaired(row: Array, column: Array) -> None:
+
+def _sides(ref: Any) -> tuple[int, int]:
+    return min(COLUMNS, ref.shape[-2]), min(NARROW, ref.shape[-1])
+
+
+def _begin_covariances(shape: Shape, refs: Refs, block: Any) -> None:
+    """A piece of R before the first chunk of a leg: from the factor of H, in float64, or of no pairs."""
+    leg, down, across = _piece_of(refs["new_r"], block)
+    number, (rows, columns) = leg * legs(shape)[1], _sides(refs["new_r"])
+    row, column = down + indices(rows), across + indices(columns)
+
+    def keep(value: Array) -> None:
+        store(refs["new_r"], row, column, None, value.astype(shape.dtype), number=number)
+
+    def unpaired() -> None:
         lam = load_vector(refs["lam"], row, shape.key, 1.0)
-        keep("r", row, column, jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0))
+        keep(jnp.where(row[:, None] == column[None, :], lam[:, None], 0.0))
 
-    def paired(row: Array, column: Array) -> None:
-        def term(p: Array) -> Array:
+    def paired() -> None:
+        def add(index: Any, sum: Array) -> Array:
+            barrier()
+            p = piece(index, NARROW)
             a, b = (load(refs["root"], p, some, number=leg) for some in (row, column))
-            return dot(a, b, (0, 0))
+            return sum + dot(a, b, (0, 0))
 
-        met = total(shape.key_tile, term, width=NARROW)
+        # What is above the diagonal of the factor is zero.
+        first = lax.div(jnp.maximum(down, across), np.int32(NARROW))
+        zero = jnp.zeros((rows, columns), jnp.float64)
+        met = loop_between(first, shape.key_tile // NARROW, add, zero)
         store(refs["new_wide"], row, column, None, met, number=leg)
-        keep("r", row, column, met)
-
-    def moved(row: Array, column: Array) -> None:
-        def term(p: Array) -> Array:
-            moment = load(refs["moment"], row, p, number=leg)
-            return dot(moment, load(refs["new_wide"], p, column, number=leg))
-
-        keep("phi", row, column, total(shape.key_tile, term, width=NARROW))
-
-    def begin() -> None:
-        of_pieces(shape.key_tile, unpaired)
-        of_pieces(shape.value_tile, lambda r, c: keep("phi", r, c, shape.zeros(len(r), len(c))))
-
-    def go_on() -> None:
-        of_pieces(shape.key_tile, paired)
-        barrier()
-        of_pieces(shape.value_tile, moved)
+        keep(met)
 
     if "root" not in refs:
-        begin()
+        unpaired()
         return
-    only(leg == 0, begin)
-    only(leg > 0, go_on)
+    only(leg == 0, unpaired)
+    only(leg > 0, paired)
+
+
+def _begin_weights(shape: Shape, refs: Refs, block: Any) -> None:
+    """A piece of Φ before the first chunk of a leg."""
+    leg, down, across = _piece_of(refs["new_phi"], block)
+    rows, columns = _sides(refs["new_phi"])
+    row, column = down + indices(rows), across + indices(columns)
+
+    def keep(value: Array) -> None:
+        number = leg * legs(shape)[1]
+        store(refs["new_phi"], row, column, None, value.astype(shape.dtype), number=number)
+
+    def unpaired() -> None:
+        keep(shape.zeros(rows, columns))
+
+    def paired() -> None:
+        def term(p: Array) -> Array:
+            moment = load(refs["moment"], row, p, number=leg)
+            return dot(moment, load(refs["wide"], p, column, number=leg))
+
+        keep(total(shape.key_tile, term, width=NARROW))
+
+    if "wide" not in refs:
+        unpaired()
+        return
+    only(leg == 0, unpaired)
+    only(leg > 0, paired)
 
 
 def at(shape: Shape, refs: Refs, leg: Any) -> Any:
@@ -452,6 +498,20 @@ def states(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     return dict(r=empty(shape, chunks(shape), key, key), phi=empty(shape, chunks(shape), value, key))
 
 
+def _begun(shape: Shape, given: dict[str, Array], moment: Array | None) -> dict[str, Array]:
+    """R and Φ of every chunk, so far only at the beginning of legs."""
+    of = states(shape)
+    blocks = {name: legs(shape)[0] * _pieces(array) for name, array in of.items()}
+    outputs, phi = dict(r=of["r"]), dict(phi=of["phi"])
+    if moment is None:
+        begun = run(shape, _begin_covariances, given, outputs, blocks=blocks["r"])
+        return begun | run(shape, _begin_weights, given, phi, blocks=blocks["phi"])
+    outputs |= dict(wide=like(given["wide"]))
+    begun = run(shape, _begin_covariances, given, outputs, blocks=blocks["r"], in_place=dict(wide="wide"))
+    given = dict(moment=moment, wide=begun.pop("wide"))
+    return begun | run(shape, _begin_weights, given, phi, blocks=blocks["phi"])
+
+
 def before_legs(
     shape: Shape, keys: Array, values: Array, lam: Array, beta: Array | None, want_state: bool
 ) -> tuple[dict[str, Array], dict[str, Array] | None]:
@@ -461,11 +521,13 @@ def before_legs(
     ends = count + want_state
     with jax.enable_x64(True):
         if ends == 1:
-            return run(shape, _begin, dict(lam=lam), states(shape), blocks=count), None
+            return _begun(shape, dict(lam=lam), None), None
         wide = partial(empty, shape, ends, dtype=jnp.float64)
-        # In float32: of what is loaded in 16 bits and cast to float64, Triton makes wrong products (triton pull
-        # request 11664; jaxlib 0.11.2 has the fault, and no interpreter shows it).
-        pairs = dict(k=keys.astype(shape.dtype), beta=beta)
+
+        def read(array: Array) -> Array:
+            return array if _SUMS_IN_16_BITS else array.astype(shape.dtype)
+
+        pairs = dict(k=read(keys), beta=beta)
 
         def sums(given: dict[str, Array], begin: Array, **over: Any) -> Array:
             outputs = dict(sum=wide(*begin.shape[-2:]))
@@ -474,7 +536,7 @@ def before_legs(
 
         penalty = 1 / jnp.pad(lam, ((0, 0), (0, key - shape.key)), constant_values=1.0).astype(jnp.float64)
         gram = sums(dict(lam=lam), jnp.eye(key) * penalty[:, None], columns=NARROW, symmetric=True)
-        moment = sums(dict(v=values.astype(shape.dtype)), jnp.zeros((shape.batch, value, key)))
+        moment = sums(dict(v=read(values)), jnp.zeros((shape.batch, value, key)))
         found = run(
             shape,
             _factor_states,
@@ -484,15 +546,7 @@ def before_legs(
             in_place=dict(gram="c"),
         )
         root = found["inverse"]
-        begun = run(
-            shape,
-            _begin,
-            dict(root=root, moment=moment, lam=lam, wide=found["c"]),
-            states(shape) | dict(wide=wide(key, key)),
-            blocks=count,
-            in_place=dict(wide="wide"),
-        )
-        del begun["wide"]
+        begun = _begun(shape, dict(root=root, lam=lam, wide=found["c"]), moment)
         if not want_state:
             return begun, None
         last = root[:, -1]
