@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesascope.bench import sequences
-from mesascope.ops import kernels, pallas, pallas_prefix, pallas_states
+from mesascope.ops import kernels, pallas, pallas_chunks, pallas_prefix
 from mesascope.ops.sequence import Sequence
 
 KINDS = ("HGMMA", "HMMA", "DMMA", "SHFL", "LDS", "STS", "BAR", "LDG", "STG", "LDL", "STL")
@@ -174,12 +174,12 @@ def main() -> None:
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
     warnings.simplefilter("ignore")  # jax 0.11 calls the compiler of the kernels deprecated
     kernels.interpreted = lambda: False
-    some = pallas_states.SIX
-    pallas_states.SIX = dict(none=(), some=some, all=(*some, (1, 1), (0, 1)))[given.six or "some"]
+    some = pallas_chunks.SIX
+    pallas_chunks.SIX = dict(none=(), some=some, all=(*some, (1, 1), (0, 1)))[given.six or "some"]
     if given.abreast:
-        pallas_states._ABREAST = dict.fromkeys(pallas_states._ABREAST, given.abreast)
+        pallas_chunks._ABREAST = dict.fromkeys(pallas_chunks._ABREAST, given.abreast)
     dtype = jnp.bfloat16 if given.bfloat16 else jnp.float32
-    kernels.call_by_block = pallas_states.call_by_block = partial(
+    kernels.call_by_block = pallas_chunks.call_by_block = partial(
         with_warps, kernels.call_by_block, given.warps
     )
     batch, time_steps, width = given.shape

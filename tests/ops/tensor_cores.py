@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesascope.ops import kernels, pallas_states
+from mesascope.ops import kernels, pallas_chunks, pallas_states
 
 
 def dot(a, b, contract=(1, 0), *, bits=24, six=False):
@@ -59,7 +59,7 @@ def in_place_of_ours(monkeypatch):
     """All products in kernels that are traced within."""
     jax.clear_caches()
     with monkeypatch.context() as patch:
-        for module in (kernels, pallas_states):
+        for module in (kernels, pallas_chunks, pallas_states):
             patch.setattr(module, "dot", dot)
         yield
     jax.clear_caches()

@@ -13,7 +13,7 @@ import pytest
 
 from mesascope import mesa_attention
 from mesascope.bench import errors, exact64, in_groups, relative_error, sequences
-from mesascope.ops import kernels, pallas, pallas_prefix, pallas_states
+from mesascope.ops import kernels, pallas, pallas_chunks, pallas_prefix, pallas_states
 from tests.helpers import assert_close, draw
 from tests.ops import tensor_cores
 from tests.ops.test_accuracy import CELLS, CLASSICAL, FLOOR, FUSED, NAMES, OURS, assert_within_bound
@@ -37,7 +37,7 @@ def traced_afresh():
 def take_at_once(chunks, monkeypatch):
     """So many chunks at most, or as many as by default."""
     if chunks is not None:
-        monkeypatch.setattr(pallas_states, "_ABREAST", dict.fromkeys(pallas_states._ABREAST, chunks))
+        monkeypatch.setattr(pallas_chunks, "_ABREAST", dict.fromkeys(pallas_chunks._ABREAST, chunks))
 
 
 def test_the_plan_names_them_where_they_apply():
@@ -56,8 +56,8 @@ def test_the_plan_names_them_where_they_apply():
 def test_a_sequence_is_cut_into_legs(batch, time, expected):
     """As many as keep the device busy, and none of them empty."""
     shape = kernels.Shape(batch, time, 64, 64, jnp.float32)
-    assert pallas_states.legs(shape) == expected
-    assert time <= pallas_states.chunks(shape) * pallas_states.CHUNK
+    assert pallas_chunks.legs(shape) == expected
+    assert time <= pallas_chunks.chunks(shape) * pallas_chunks.CHUNK
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_compiled_kernels_equal_the_definition(time, width, value, features, abr
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jax asks the GPU what it is")
-@pytest.mark.parametrize(("width", "six"), [(64, ()), (100, pallas_states.SIX)])
+@pytest.mark.parametrize(("width", "six"), [(64, ()), (100, pallas_chunks.SIX)])
 def test_they_can_be_lowered_for_a_gpu(width, six, monkeypatch):
     """No operation in them is unknown to the compiler of kernels, for which there need not be a GPU."""
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
-    monkeypatch.setattr(pallas_states, "SIX", six)
+    monkeypatch.setattr(pallas_chunks, "SIX", six)
     assert len(lowered(width)) == 18
 
 

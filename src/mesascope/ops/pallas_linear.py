@@ -33,9 +33,7 @@ from mesascope.ops.kernels import (
     padded,
     store,
 )
-from mesascope.ops.pallas_states import CHUNK, COLUMNS, NARROW, each, exact, total
-
-_TILE = 16
+from mesascope.ops.pallas_chunks import CHUNK, COLUMNS, NARROW, TILE, each, exact, total
 
 
 def _chunks(time: int) -> tuple[int, int]:
@@ -138,10 +136,10 @@ def _invert(refs: dict[str, Any], number: Any) -> None:
     """The inverse of I and what is below the diagonal of a bᵀ, of one chunk: tile row by tile row, by one warp."""
     new = refs["new_inverse"]
     size, tile = new.shape[-1], padded(refs["a"].shape[-1])
-    zero = jnp.zeros((_TILE, _TILE), new.dtype)
+    zero = jnp.zeros((TILE, TILE), new.dtype)
 
     def lines(i: Any) -> Array:
-        return i * _TILE + indices(_TILE)
+        return i * TILE + indices(TILE)
 
     def met(i: Any, j: Any) -> Array:
         def term(p: Array) -> Array:
@@ -171,19 +169,19 @@ def _invert(refs: dict[str, Any], number: Any) -> None:
         barrier()
         return carry
 
-    loop(size // _TILE, row, 0)
+    loop(size // TILE, row, 0)
 
 
 def _corner(met: Array) -> Array:
     """That of one tile, by elimination."""
-    i, j = indices(_TILE)[:, None], indices(_TILE)[None, :]
+    i, j = indices(TILE)[:, None], indices(TILE)[None, :]
 
     def step(c: Any, x: Array) -> Array:
         column = jnp.sum(jnp.where((j == c) & (i > c), met, 0.0), 1)
         row = jnp.sum(jnp.where(i == c, x, 0.0), 0)
         return x - column[:, None] * row[None, :]
 
-    return loop(_TILE, step, jnp.where(i == j, 1.0, 0.0).astype(met.dtype))
+    return loop(TILE, step, jnp.where(i == j, 1.0, 0.0).astype(met.dtype))
 
 
 def _inverses(a: Array, b: Array) -> Array:

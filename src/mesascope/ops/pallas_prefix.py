@@ -31,20 +31,17 @@ from jax import lax
 from jaxtyping import Array
 
 from mesascope.ops.kernels import Shape, barrier, has_float64, indices, load, only, store
-from mesascope.ops.pallas_states import (
+from mesascope.ops.pallas_chunks import (
     CHUNK,
     COLUMNS,
     NARROW,
     Refs,
-    after_chunks,
     at,
-    before_legs,
     chunks,
     each,
     empty,
     exact,
     given,
-    inverted,
     legs,
     like,
     piece,
@@ -56,6 +53,7 @@ from mesascope.ops.pallas_states import (
     total,
     weights_of,
 )
+from mesascope.ops.pallas_states import after_chunks, before_legs, inverted
 from mesascope.ops.sequence import Sequence
 
 _UNROLLED = 8  # turns, beyond which they are a loop
@@ -345,7 +343,9 @@ def _walk(shape: Shape, k: Array, v: Array, beta: Array | None, begun: dict[str,
         def taken(kernel: Any, inputs: dict, places: tuple[str, ...], parts: int = 1, **others: Any) -> None:
             """Have a kernel write into arrays of all chunks, which the first turn makes, and into others."""
             outputs = {name: arrays[name] for name in places} | others
-            settings = dict(blocks=count * parts, in_place={name: name for name in places if name in found})
+            settings: Any = dict(
+                blocks=count * parts, in_place={name: name for name in places if name in found}
+            )
             found.update(run(shape, kernel, now | inputs | found, outputs, **settings))
 
         found = dict(found)

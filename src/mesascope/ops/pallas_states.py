@@ -26,7 +26,6 @@ from mesascope.ops.factor import matmul, transpose
 from mesascope.ops.kernels import (
     Shape,
     barrier,
-    call_by_block,
     dot,
     indices,
     load,
@@ -37,109 +36,33 @@ from mesascope.ops.kernels import (
     store,
     store_vector,
 )
-
-CHUNK = 64
-_TILE = 16
-COLUMNS = 64  # of a matrix that are taken at a time: registers hold a product of so many
-NARROW = 32  # where that is too much: of float64, and of running sums, which registers hold too
-_PROGRAMS = 256  # fewer leave much of a GPU idle
-# Chunks that are taken at once, by the widest tile that it holds for: so many hide the steps in which each is factored.
-_ABREAST = {64: 1536, 128: 1024, 384: 192}
+from mesascope.ops.pallas_chunks import (
+    CHUNK,
+    COLUMNS,
+    NARROW,
+    TILE,
+    Refs,
+    at,
+    chunks,
+    empty,
+    exact,
+    given,
+    legs,
+    like,
+    piece,
+    run,
+    states,
+    times,
+    total,
+    weights_of,
+)
 
 # Whether sums before legs read keys and values of 16 bits as such. Off until it has run on a GPU: of what is
 # loaded in 16 bits and cast to float64, Triton makes wrong products (triton pull request 11664; jaxlib 0.11.2 has the
 # fault, and no interpreter shows it), but these are made in float32.
 _SUMS_IN_16_BITS = False
 
-Refs = dict[str, Any]
-
-# Which products of float32 are six of bfloat16. In these TF32 needs a factor transposed, a number at a time.
-SIX: tuple[tuple[int, int], ...] = ((1, 0), (0, 0))
-
-
-def exact(a: Array, b: Array, contract: tuple[int, int] = (1, 0), *, bits: int = 24) -> Array:
-    return dot(a, b, contract, bits=bits, six=contract in SIX)
-
-
-def legs(shape: Shape) -> tuple[int, int]:
-    """Into how many legs of how many chunks a sequence is cut, which are walked side by side."""
-    count = shape.blocks(CHUNK)
-    abreast = next(count for widest, count in _ABREAST.items() if shape.widest <= widest)
-    size = -(-count // min(count, -(-abreast // shape.batch)))
-    return -(-count // size), size
-
-
-def chunks(shape: Shape) -> int:
-    """Those of all legs; the last may be beyond the end."""
-    count, size = legs(shape)
-    return count * size
-
-
-def tokens_of(chunk: Any) -> Array:
-    return chunk * CHUNK + indices(CHUNK)
-
-
-def given(ref: Any, chunk: Any, columns: Array, lines: Array, tile: int) -> Array:
-    """Lines and columns of a chunk of what was given, whose width may be less than a tile's."""
-    whole = ref.shape[-1] == tile
-    return load(ref, lines, columns, None if whole else ref.shape[-2:], number=chunk)
-
-
-def weights_of(shape: Shape, refs: Refs, tokens: Array) -> Array | None:
-    return load_vector(refs["beta"], tokens, shape.time) if "beta" in refs else None
-
-
-def _times(beta: Array | None, array: Array) -> Array:
-    return array if beta is None else beta.astype(array.dtype) * array
-
-
-def programs(tile: int) -> int:
-    """By how many programs the columns of a chunk are shared."""
-    return max(1, tile // COLUMNS)
-
-
-def share(tile: int, block: Any) -> tuple[Any, Array]:
-    """A program's chunk, and its columns."""
-    count, width = np.int32(programs(tile)), min(tile, COLUMNS)
-    if count == 1:
-        return block, indices(width)
-    return lax.div(block, count), piece(lax.rem(block, count), width)
-
-
-def piece(index: Any, width: int) -> Array:
-    return index * width + indices(width)
-
-
-def each(tile: int, body: Callable[[Any, Array], None], *, width: int = COLUMNS) -> None:
-    """Do something with every piece of a tile's rows or columns."""
-    width = min(tile, width)
-    if tile == width:
-        body(np.int32(0), indices(width))
-        return
-
-    def step(index: Any, carry: Any) -> Any:
-        body(index, piece(index, width))
-        return carry
-
-    loop(tile // width, step, 0)
-
-
-def total(
-    tile: int, term: Callable[[Array], Array], start: Array | None = None, *, width: int = COLUMNS
-) -> Array:
-    """The sum of a term over the pieces of a tile."""
-    width = min(tile, width)
-
-    def step(index: Any, sum: Array | None) -> Array:
-        barrier()  # nothing is loaded before it is needed: registers are few
-        return term(piece(index, width)) if sum is None else sum + term(piece(index, width))
-
-    if tile == width:
-        return step(np.int32(0), start)
-    if start is None:
-        like = jax.eval_shape(term, jax.ShapeDtypeStruct((width,), jnp.int32))
-        start = jnp.zeros(like.shape, like.dtype)
-    return loop(tile // width, step, start)
+_PROGRAMS = 256  # fewer leave much of a GPU idle
 
 
 def _pairs_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
@@ -159,9 +82,9 @@ def _pairs_before(shape: Shape, refs: Refs, block: Any, **over: Any) -> None:
                 a = a if beta is None else beta[:, None] * a.astype(shape.dtype)
                 return exact(a, k, (0, 0)).astype(sum.dtype)
             a, k = a.astype(sum.dtype), k.astype(sum.dtype)
-            return dot(_times(None if beta is None else beta[:, None], a), k, (0, 0))
+            return dot(times(None if beta is None else beta[:, None], a), k, (0, 0))
 
-        narrow = _TILE if refs["k"].dtype == jnp.bfloat16 else NARROW
+        narrow = TILE if refs["k"].dtype == jnp.bfloat16 else NARROW
         return total(CHUNK, term, sum, width=narrow)
 
     _over_chunks(shape, refs, block, add, **over)
@@ -313,12 +236,12 @@ def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Arr
     In one array: what is left of P, from the row of the pivot on, and above it the inverse, transposed. All sums run
     along rows, which few threads share.
     """
-    lines = indices(_TILE)
+    lines = indices(TILE)
     i, j = lines[:, None], lines[None, :]
 
     def step(c: Array, both: Array) -> Array:
         column = jnp.sum(jnp.where(j == c, both, 0.0), 1)
-        pivots = jnp.maximum(ridge + _times(beta, column), least)
+        pivots = jnp.maximum(ridge + times(beta, column), least)
         scale = lax.rsqrt(jnp.sum(jnp.where(lines == c, pivots, 0.0)))
         column = scale * jnp.where(lines == c, 1.0, column)
         weighted = jnp.where(lines > c, column, 0.0)
@@ -329,7 +252,7 @@ def _eliminated(p: Array, ridge: float, least: Array, beta: Array | None) -> Arr
 
     # A product leaves its rows to four threads each; what was loaded may lie otherwise.
     p = dot(p, jnp.where(i == j, 1.0, 0.0).astype(p.dtype if p.dtype == jnp.float64 else jnp.bfloat16))
-    return jnp.where(i <= j, loop(_TILE, step, p), 0.0).T
+    return jnp.where(i <= j, loop(TILE, step, p), 0.0).T
 
 
 def _factor(refs: Refs, number: Any, ridge: float, least: Any, beta: Any) -> None:
@@ -339,10 +262,10 @@ def _factor(refs: Refs, number: Any, ridge: float, least: Any, beta: Any) -> Non
         least, beta: of i, the least pivots and the weights of its columns.
     """
     gram, c, inverse = refs["gram"], refs["new_c"], refs["new_inverse"]
-    zero = jnp.zeros((_TILE, _TILE), inverse.dtype)
+    zero = jnp.zeros((TILE, TILE), inverse.dtype)
 
     def lines(i: Any) -> Array:
-        return i * _TILE + indices(_TILE)
+        return i * TILE + indices(TILE)
 
     def tile(ref: Any, i: Any, j: Any) -> Array:
         return load(ref, lines(i), lines(j), number=number)
@@ -380,14 +303,14 @@ def _factor(refs: Refs, number: Any, ridge: float, least: Any, beta: Any) -> Non
         barrier()
         return carry
 
-    loop(inverse.shape[-1] // _TILE, row, 0)
+    loop(inverse.shape[-1] // TILE, row, 0)
 
 
 def _factor_states(shape: Shape, refs: Refs, leg: Any) -> None:
     """L⁻¹ for H = L Lᵀ. Before the first leg there is nothing."""
 
     def lines(i: Any) -> Array:
-        return i * _TILE + indices(_TILE)
+        return i * TILE + indices(TILE)
 
     def least(i: Any) -> Array:
         return 1 / load_vector(refs["lam"], lines(i), shape.key, 1.0).astype(jnp.float64)
@@ -400,13 +323,13 @@ def _factor_chunks(shape: Shape, refs: Refs, leg: Any) -> None:
     dtype = refs["new_inverse"].dtype
 
     def lines(i: Any) -> Array:
-        return i * _TILE + indices(_TILE)
+        return i * TILE + indices(TILE)
 
     def beta(i: Any) -> Array | None:
         weights = weights_of(shape, refs, at(shape, refs, leg) * CHUNK + lines(i))
         return None if weights is None else weights.astype(dtype)
 
-    _factor(refs, leg, 1.0, lambda i: jnp.ones((_TILE,), dtype), beta)
+    _factor(refs, leg, 1.0, lambda i: jnp.ones((TILE,), dtype), beta)
 
 
 def _pieces(of: jax.ShapeDtypeStruct) -> int:
@@ -487,17 +410,6 @@ def _begin_weights(shape: Shape, refs: Refs, block: Any) -> None:
     only(leg > 0, paired)
 
 
-def at(shape: Shape, refs: Refs, leg: Any) -> Any:
-    """The chunk of a leg whose turn it is."""
-    return leg * legs(shape)[1] + refs["turn"][0]
-
-
-def states(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-    """R and Φ before every chunk."""
-    key, value = shape.key_tile, shape.value_tile
-    return dict(r=empty(shape, chunks(shape), key, key), phi=empty(shape, chunks(shape), value, key))
-
-
 def _begun(shape: Shape, given: dict[str, Array], moment: Array | None) -> dict[str, Array]:
     """R and Φ of every chunk, so far only at the beginning of legs."""
     of = states(shape)
@@ -544,6 +456,7 @@ def before_legs(
             dict(inverse=wide(key, key), c=wide(key, key)),
             blocks=ends,
             in_place=dict(gram="c"),
+            warps=1,
         )
         root = found["inverse"]
         begun = _begun(shape, dict(root=root, lam=lam, wide=found["c"]), moment)
@@ -559,7 +472,7 @@ def before_legs(
 def inverted(shape: Shape, gram: Array, now: dict[str, Array | None]) -> Array:
     """G⁻¹ of one chunk of every leg, as exact as P is given; whose memory is taken."""
     given = dict(gram=gram) | now
-    settings = dict(blocks=legs(shape)[0], in_place=dict(gram="c"))
+    settings: Any = dict(blocks=legs(shape)[0], in_place=dict(gram="c"), warps=1)
     return run(shape, _factor_chunks, given, dict(inverse=like(gram), c=like(gram)), **settings)["inverse"]
 
 
@@ -603,16 +516,3 @@ def after_chunks(
         **same,
     )
     return grams["sum"], moments["sum"], grams["diagonal"]
-
-
-def empty(shape: Shape, *dims: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((shape.batch, *dims), shape.dtype if dtype is None else dtype)
-
-
-def like(array: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype if dtype is None else dtype)
-
-
-def run(shape: Shape, kernel: Any, inputs: dict, outputs: dict, **settings: Any) -> dict[str, Array]:
-    warps = 1 if kernel in (_factor_states, _factor_chunks) else 4
-    return call_by_block(partial(kernel, shape), inputs, outputs, warps=warps, **settings)
