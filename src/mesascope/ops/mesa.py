@@ -450,7 +450,8 @@ def linear_attention(
 ) -> Array | tuple[Array, Array]:
     r"""Causal linear attention with forgetting: $o_t = S_t q_t$, $S_t = \gamma_t S_{t-1} + \beta_t v_t k_t^\top$.
 
-    Arguments as in `mesa_attention`; the state is $S$, `[..., value, key]`.
+    Arguments as in `mesa_attention`; the state is $S$, `[..., value, key]`. On a GPU many long sequences that are plain
+    are taken by kernels, where arrays that are sharded need `jax.shard_map` (see `methods.Pallas`).
     """
     inputs = prepare(queries, keys, values, None, log_decay, beta, segment_ids, _matrix_state(state))
     k = inputs.keys if inputs.beta is None else inputs.beta[..., None] * inputs.keys
@@ -483,7 +484,7 @@ def delta_attention(
     $$\Phi_t = \gamma_t \Phi_{t-1} + \beta_t (v_t - \gamma_t \Phi_{t-1} k_t) k_t^\top$$
 
     Arguments as in `mesa_attention`; the state is $\Phi$, `[..., value, key]`. Stable for
-    $\beta_t\lVert k_t\rVert^2 < 2$.
+    $\beta_t\lVert k_t\rVert^2 < 2$. Kernels as for `linear_attention`, of 64 sequences and more.
     """
     inputs = prepare(queries, keys, values, None, log_decay, beta, segment_ids, _matrix_state(state))
     assert inputs.beta is not None
