@@ -45,6 +45,9 @@ from mesascope.training import half_squared_errors, optimize
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FEW = 8
+"""Prompts at a time."""
+
 
 class Vectors(NamedTuple):
     """What is put between and before the pairs, for each model; None where a prompt has none."""
@@ -107,7 +110,8 @@ def regression_curve(
     @jax.jit
     def batch(key: PRNGKeyArray) -> Array:
         regression = _pairs(task, key, batch_size)
-        return jax.vmap(lambda model, own: _losses(model, task, predict, regression, own))(models, vectors)
+        few = partial(_few_at_a_time, predict)
+        return jax.vmap(lambda model, own: _losses(model, task, few, regression, own))(models, vectors)
 
     losses = [np.asarray(batch(k)) for k in jax.random.split(key, -(-sequences // batch_size))]
     return _curve(task, np.concatenate(losses, 1)[:, :sequences])
@@ -358,6 +362,15 @@ def plot_curves(curves: Mapping[str, Curve], *, ax: "Axes | None" = None) -> "Ax
         ax.set_ylim(0, min(highest, ax.get_ylim()[1]))
         ax.legend()
     return ax
+
+
+def _few_at_a_time(predict: Predict, model: PyTree, tokens: Array) -> Array:
+    """The same, in half the time on a CPU, whose caches hold the attention of a few prompts."""
+    if jax.default_backend() != "cpu" or len(tokens) % FEW:
+        return predict(model, tokens)
+    parts = tokens.reshape(-1, FEW, *tokens.shape[1:])
+    predictions = jax.lax.map(partial(predict, model), parts)
+    return predictions.reshape(len(tokens), *predictions.shape[2:])
 
 
 def _pairs(task: FewShot, key: PRNGKeyArray, batch_size: int) -> Regression:

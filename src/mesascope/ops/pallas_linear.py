@@ -56,13 +56,14 @@ def _walk(backwards: bool, strictly: bool, refs: dict[str, Any], block: Any) -> 
     width = min(COLUMNS, state.shape[1])
     columns = block * width + indices(width)
     i, j = indices(size)[:, None], indices(size)[None, :]
-    before = i < j if backwards else i > j
-    seen = before if strictly else before | (i == j)
+    earlier = i < j if backwards else i > j
+    seen = earlier if strictly else earlier | (i == j)
 
     def read(ref: Any, start: Any, columns: Array, tokens: Array | None = None) -> Array:
         return load(ref, start + (indices(size) if tokens is None else tokens), columns, _within(ref))
 
-    each(tile, lambda _, p: store(state, p, columns, None, jnp.zeros((len(p), width), state.dtype)))
+    if count > 1:
+        each(tile, lambda _, p: store(state, p, columns, None, jnp.zeros((len(p), width), state.dtype)))
 
     def step(index: Any, carry: Any) -> Any:
         number = count - 1 - index if backwards else index
@@ -83,17 +84,18 @@ def _walk(backwards: bool, strictly: bool, refs: dict[str, Any], block: Any) -> 
             store(state, p, columns, None, load(state, p, columns) + met)
 
         barrier()
-        out = total(tile, of_state, width=NARROW)
+        before = total(tile, of_state, width=NARROW) if count > 1 else 0.0
         barrier()
         if solves:
             inverse = load(refs["inverse"], indices(size), indices(size), number=number)
-            out = exact(inverse, read(refs["v"], start, columns) - out, (0 if backwards else 1, 0))
+            out = exact(inverse, read(refs["v"], start, columns) - before, (0 if backwards else 1, 0))
         else:
             scores = jnp.where(seen, total(tile, score, width=NARROW), 0.0)
-            out = out + exact(scores, read(refs["v"], start, columns))
+            out = before + exact(scores, read(refs["v"], start, columns))
         store(refs["new_out"], start + indices(size), columns, _within(refs["new_out"]), out)
-        barrier()
-        each(tile, add)
+        if count > 1:
+            barrier()
+            each(tile, add)
         return carry
 
     loop(count, step, 0)
