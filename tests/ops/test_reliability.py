@@ -185,7 +185,7 @@ NO_TIME = {"queries": np.ones((0, 4)), "keys": np.ones((0, 4)), "values": np.one
 NARROW = MesaState(jnp.eye(3), jnp.ones((3, 3)))
 SQUARE_ROOT = MesaState(jnp.eye(4), jnp.ones((3, 4)))
 REVERSED = Recursive(backward="reverse_time")
-WIDE = np.ones((5, 129))
+WIDE, WIDEST = np.ones((5, 129)), np.ones((5, 385))
 BAD = {
     "queries differ": ({"queries": np.ones((5, 3))}, ValueError, r"queries: .*\[\.\.\., 5, 4\].*\(5, 3\)"),
     "values differ": ({"values": np.ones((6, 3))}, ValueError, r"values: .*time = 5.*\(6, 3\)"),
@@ -208,10 +208,15 @@ BAD = {
     "unknown method": ({"method": "fast"}, ValueError, "method: .*'chunked'.*'fast'"),
     "unknown regularizer": ({"regularizer": "none"}, ValueError, "regularizer: .*'none'"),
     "chunk size": ({"method": Chunked(chunk_size=0)}, ValueError, "chunk_size: .*0"),
-    "kernels of wide keys": (
-        {"keys": WIDE, "queries": WIDE, "method": "pallas"},
+    "kernels of wide keys that forget": (
+        {"keys": WIDE, "queries": WIDE, "log_decay": np.zeros(5), "method": "pallas"},
         ValueError,
         "128.*129.*'chunked'",
+    ),
+    "kernels of the widest keys": (
+        {"keys": WIDEST, "queries": WIDEST, "method": "pallas"},
+        ValueError,
+        "384.*385.*'chunked'",
     ),
     "whitening a constant": (GRAM_ARGUMENTS | {"method": "chunked"}, ValueError, "constant.*method='cg'"),
     "reversing beta": ({"method": REVERSED, "beta": np.ones(5)}, ValueError, "reverse_time.*beta.*chunked"),
