@@ -76,7 +76,8 @@ def test_a_sequence_is_cut_into_legs(batch, time, expected):
     ],
 )
 def test_equals_the_definition(time, key, value, features):
-    """Outputs, the final state, and all gradients of both."""
+    """Outputs, the final state, and all gradients of both. From keys of 96 on the twin is `chunked`, held to the
+    definition elsewhere."""
     assert_equal_with_state(time, key, value, features)
 
 
